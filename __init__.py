@@ -1,0 +1,1 @@
+"""Two-stage offline trainer of DFlash drafters: extract hidden states once, train from the store."""

@@ -1,0 +1,1 @@
+"""Speculative decoding with a target and a drafter, and the acceptance length it reaches."""

@@ -1,0 +1,1 @@
+"""Stage 1: run the frozen target over conversations and write its hidden states to a store."""
