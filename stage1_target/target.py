@@ -1,0 +1,350 @@
+"""The frozen target: load it, tap its decoder layers, stop after the last tap.
+
+A forward for stage 1 needs the residual stream after a few layers and nothing above them, so hooks copy the tapped
+layers' outputs into one tensor and the hook of the last tap ends the forward. Rows are padded on the right and no
+attention mask is given: under causal attention a real token never sees padding, so the fast causal kernel applies
+(measured on one H200, random Qwen3-8B, 8 x 2048 tokens: 33,372 tokens/s against 28,544 with a padding mask and all
+hidden states).
+
+Shapes: B batch, T tokens, H hidden size, L tapped target layers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dflash_train.errors import InputError
+from dflash_train.stage1_target.probe import probe_target
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig:
+    """Which model to load, and how."""
+
+    name: str
+    """Name on the Hugging Face hub, a local folder, or a local .gguf file."""
+    revision: str | None = None
+    """Commit, branch or tag on the hub; None is the newest."""
+    dtype: str = "auto"
+    """auto, float32, bfloat16 or float16; auto is bfloat16 on CUDA and float32 on a CPU, where bfloat16 is slow."""
+    trust_remote_code: bool = False
+    """Whether model code from the hub may run; off, because it is somebody else's code."""
+
+    def __post_init__(self) -> None:
+        if self.dtype != "auto" and self.dtype not in DTYPES:
+            raise InputError(f"dtype is {self.dtype!r} but must be one of auto, {', '.join(DTYPES)}.")
+        if self.is_gguf and not Path(self.name).is_file():
+            raise InputError(f"The target {self.name!r} is no file; give the path of a local .gguf file.")
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether `name` is a GGUF file."""
+        return self.name.endswith(".gguf")
+
+    def resolve_dtype(self, device: torch.device) -> torch.dtype:
+        """The dtype to load for `device`."""
+        if self.dtype == "auto":
+            return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return DTYPES[self.dtype]
+
+    def source(self) -> tuple[str, dict[str, Any]]:
+        """What every `from_pretrained` gets: the name or folder, and the keywords that find the files."""
+        if not self.is_gguf:
+            return self.name, {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+        missing = [package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None]
+        if missing:
+            raise InputError(
+                f"{self.name} is a GGUF file, which needs the package {' and '.join(missing)}; "
+                "install the extra: pip install 'dflash-train[gguf]'."
+            )
+        return str(Path(self.name).parent), {"gguf_file": Path(self.name).name}
+
+
+def _from_pretrained(auto_class: Any, config: TargetConfig, what: str, **keywords: Any) -> Any:
+    """Call `auto_class.from_pretrained`, silently, and turn what a wrong name raises into one sentence."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    name, source = config.source()
+    # transformers draws the bar of a GGUF conversion whatever it is told
+    silence = contextlib.redirect_stderr(io.StringIO()) if config.is_gguf else contextlib.nullcontext()
+    try:
+        with silence:
+            return auto_class.from_pretrained(name, **source, **keywords)
+    except (OSError, ValueError, KeyError) as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise InputError(f"Could not load the {what} of the target {config.name!r}: {reason}") from error
+
+
+def load_tokenizer(config: TargetConfig) -> Any:
+    """Load the target's tokenizer, chat template included."""
+    from transformers import AutoTokenizer
+
+    return _from_pretrained(AutoTokenizer, config, "tokenizer")
+
+
+def load_model_config(config: TargetConfig) -> Any:
+    """Load the transformers config, without weights; encoder-decoder models are refused."""
+    from transformers import AutoConfig
+
+    model_config = _from_pretrained(AutoConfig, config, "config")
+    if getattr(model_config, "is_encoder_decoder", False):
+        raise InputError(f"The target {config.name!r} is an encoder-decoder model; a causal language model is wanted.")
+    return model_config
+
+
+def text_config(model_config: Any) -> Any:
+    """The part of a transformers config that describes the language model (multimodal configs have several)."""
+    return model_config.get_text_config(decoder=True)
+
+
+def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
+    """Which layers to tap by z-lab's rule: evenly from layer 1 to layer num_target_layers - 3.
+
+    Source: z-lab/dflash, build_target_layer_ids (36 layers, 5 taps: 1, 9, 17, 25, 33).
+    """
+    if num_taps < 1:
+        raise InputError(f"The number of tapped layers is {num_taps} but must be at least 1.")
+    if num_taps == 1:
+        ids = [num_target_layers // 2]
+    else:
+        ids = [round(1 + i * (num_target_layers - 4) / (num_taps - 1)) for i in range(num_taps)]
+    try:
+        return check_target_layer_ids(ids, num_target_layers)
+    except InputError:
+        raise InputError(
+            f"A target of {num_target_layers} layers has no {num_taps} taps by z-lab's rule; "
+            "tap fewer layers or name them with --target-layers."
+        ) from None
+
+
+def check_target_layer_ids(target_layer_ids: Sequence[int], num_target_layers: int) -> tuple[int, ...]:
+    """Check layer ids in z-lab's numbering (0 is the first decoder layer): ascending, distinct, the last one left out.
+
+    Raises InputError.
+    """
+    ids = tuple(target_layer_ids)
+    shown = ",".join(map(str, ids))
+    if not ids:
+        raise InputError("No target layer is named; name at least one with --target-layers.")
+    if list(ids) != sorted(set(ids)):
+        raise InputError(f"The target layers {shown} are not ascending and distinct; sort them, each once.")
+    if num_target_layers - 1 in ids:
+        raise InputError(
+            f"Target layer {num_target_layers - 1} is the last one, whose output engines cannot tap "
+            "(transformers gives it after the final norm, SGLang not at all); "
+            f"choose from 0 to {num_target_layers - 2}."
+        )
+    if ids[0] < 0 or ids[-1] >= num_target_layers:
+        raise InputError(
+            f"The target layers {shown} do not exist in a target of {num_target_layers} layers; "
+            f"choose from 0 to {num_target_layers - 2}."
+        )
+    return ids
+
+
+class _LastTapReached(Exception):
+    """Ends a forward after the last tapped layer."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Target:
+    """A loaded, frozen causal language model with tapped decoder layers."""
+
+    config: TargetConfig
+    """How it was loaded."""
+    model: Any
+    """The full causal language model of transformers, in evaluation mode, without gradients."""
+    decoder: nn.Module
+    """The text model inside `model` that owns the decoder layers."""
+    tokenizer: Any
+    """Its tokenizer, chat template included."""
+    model_config: Any
+    """The transformers config."""
+    target_layer_ids: tuple[int, ...]
+    """Tapped layers, z-lab's numbering."""
+    layers: nn.ModuleList
+    """All decoder layers."""
+    hidden_size: int
+    """H."""
+    vocab_size: int
+    """V, rows of the embedding table."""
+    device: torch.device
+    """Where the weights are."""
+    dtype: torch.dtype
+    """What the weights were loaded as."""
+    embed_tokens: Tensor
+    """[V, H], the raw embedding table."""
+    lm_head: Tensor | None
+    """[V, H], or None where the head is the embedding table."""
+    embedding_scale: float
+    """What the model multiplies table rows by before its first layer; 1.0 where that is no plain factor."""
+    logit_scale: float
+    """What it multiplies `final_norm_output @ head.T` by."""
+    logit_softcap: float | None
+    """Logits are softcap * tanh(logits / softcap) where this is set."""
+
+    @property
+    def num_target_layers(self) -> int:
+        """Number of decoder layers, tapped or not."""
+        return len(self.layers)
+
+    def hidden_states(self, token_ids: Tensor) -> Tensor:
+        """Run token_ids, int64 [B, T], up to the last tap: [B, T, L * H] in the model's dtype, tapped layers in order.
+
+        Rows shorter than T are padded on the right with any token id; the states there mean nothing.
+        """
+        num_rows, num_tokens = token_ids.shape
+        hidden_size = self.hidden_size
+        states = torch.empty(
+            num_rows, num_tokens, len(self.target_layer_ids) * hidden_size, dtype=self.dtype, device=self.device
+        )
+
+        def tap(index: int) -> Any:
+            def hook(_module: nn.Module, _arguments: Any, output: Any) -> None:
+                layer_output = output if isinstance(output, torch.Tensor) else output[0]
+                states[..., index * hidden_size : (index + 1) * hidden_size].copy_(layer_output)
+                if index == len(self.target_layer_ids) - 1:
+                    raise _LastTapReached
+
+            return hook
+
+        handles = [self.layers[i].register_forward_hook(tap(index)) for index, i in enumerate(self.target_layer_ids)]
+        try:
+            with torch.no_grad():
+                self.decoder(input_ids=token_ids.to(self.device), use_cache=False)
+        except _LastTapReached:
+            return states
+        finally:
+            for handle in handles:
+                handle.remove()
+        raise AssertionError("the forward ended before the last tapped layer ran")
+
+
+def find_decoder(model: Any, model_config: Any) -> tuple[nn.Module, nn.ModuleList]:
+    """The text model and its decoder layers: the outermost ModuleList of num_hidden_layers modules. Raises InputError."""
+    num_layers = int(text_config(model_config).num_hidden_layers)
+    decoder = model.get_decoder()
+    found = [
+        (name.count("."), name.rsplit(".", 1)[-1] not in ("layers", "h", "blocks"), name, module)
+        for name, module in decoder.named_modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers
+    ]
+    if not found:
+        raise InputError(
+            f"No list of {num_layers} decoder layers was found in {type(decoder).__name__}; "
+            "a causal language model of transformers with a plain stack of decoder layers is wanted."
+        )
+    return decoder, min(found, key=lambda entry: entry[:3])[3]
+
+
+def _auto_class(model_config: Any, config: TargetConfig) -> Any:
+    """The transformers class that loads this config as a model with a language-model head."""
+    import transformers
+
+    for auto_class in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
+        remote = auto_class.__name__ in (getattr(model_config, "auto_map", None) or {}) and config.trust_remote_code
+        if remote or type(model_config) in auto_class._model_mapping:
+            return auto_class
+    raise InputError(
+        f"transformers {transformers.__version__} has no causal language model for the model type "
+        f"{model_config.model_type!r} of {config.name!r}; take another target or another version of transformers."
+    )
+
+
+def load_target(config: TargetConfig, target_layer_ids: Sequence[int], device: torch.device | str) -> Target:
+    """Load the target onto `device` and check with one short forward that its layers and head are what we take them for.
+
+    Raises InputError where the layers cannot be found or tapped, weights are missing, or the head has a bias.
+    """
+    device = torch.device(device)
+    dtype = config.resolve_dtype(device)
+    model_config = load_model_config(config)
+    layer_ids = check_target_layer_ids(target_layer_ids, int(text_config(model_config).num_hidden_layers))
+    keywords: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
+    if config.is_gguf:
+        import transformers
+
+        if hasattr(transformers, "GgufConfig"):  # otherwise unpacking is what it does anyway
+            keywords["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    if device.type == "cuda" and importlib.util.find_spec("accelerate") is not None:
+        keywords["device_map"] = {"": device}  # straight to the GPU, without a copy of the model in host memory
+    model, loading = _from_pretrained(_auto_class(model_config, config), config, "weights", **keywords)
+    missing = sorted(loading["missing_keys"]) + sorted(map(str, loading["mismatched_keys"]))
+    if missing:
+        raise InputError(
+            f"The target {config.name!r} lacks {len(missing)} of its weights ({', '.join(missing[:3])}), "
+            "which would be random; take a complete checkpoint."
+        )
+    if not config.is_gguf and getattr(model_config, "quantization_config", None) is not None:
+        model.eval()  # quantised modules know where they belong
+    else:
+        model.to(device).eval()
+    model.requires_grad_(False)
+    _warn_of_slow_layers(model_config, device)
+    return make_target(config, model, load_tokenizer(config), layer_ids)
+
+
+def make_target(config: TargetConfig, model: Any, tokenizer: Any, target_layer_ids: Sequence[int]) -> Target:
+    """Wrap a model that is already loaded; checks as load_target does."""
+    decoder, layers = find_decoder(model, model.config)
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    if head is None or embedding is None:
+        raise InputError(f"The target {config.name!r} has no language-model head or no embedding table.")
+    if getattr(head, "bias", None) is not None:
+        raise InputError(
+            f"The head of the target {config.name!r} has a bias, which no DFlash engine applies to a drafter; "
+            "take a target whose head has none."
+        )
+    probe = probe_target(model, decoder, layers)
+    tied = head.weight is embedding.weight or head.weight.data_ptr() == embedding.weight.data_ptr()
+    return Target(
+        config=config,
+        model=model,
+        decoder=decoder,
+        tokenizer=tokenizer,
+        model_config=model.config,
+        target_layer_ids=check_target_layer_ids(target_layer_ids, len(layers)),
+        layers=layers,
+        hidden_size=embedding.weight.shape[1],
+        vocab_size=embedding.weight.shape[0],
+        device=embedding.weight.device,
+        dtype=embedding.weight.dtype,
+        embed_tokens=embedding.weight,
+        lm_head=None if tied else head.weight,
+        embedding_scale=probe.embedding_scale,
+        logit_scale=probe.logit_scale,
+        logit_softcap=probe.logit_softcap,
+    )
+
+
+def _warn_of_slow_layers(model_config: Any, device: torch.device) -> None:
+    """Say so where a hybrid target will crawl because the kernels of its linear-attention layers are missing."""
+    layer_types = getattr(text_config(model_config), "layer_types", None) or []
+    if device.type != "cuda" or not any("linear" in kind or "mamba" in kind for kind in layer_types):
+        return
+    missing = [package for package in ("fla", "causal_conv1d") if importlib.util.find_spec(package) is None]
+    if missing:
+        logger.warning(
+            "The target has linear-attention layers, but the package %s is not installed: "
+            "transformers runs them in plain torch, many times slower. Install flash-linear-attention and causal-conv1d.",
+            " and ".join(missing),
+        )
