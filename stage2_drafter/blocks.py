@@ -141,7 +141,8 @@ def dense_block_mask(
         query_position = anchor[:, None] + slot
         context = context & (query_position[:, :, None] - token < window)
         inside = inside & (distance.abs() < window)
-    own = torch.block_diag(*[inside.int()] * num_blocks).bool() if num_blocks else inside.new_zeros((0, 0))
+    same = torch.eye(num_blocks, dtype=torch.bool, device=device)
+    own = (same[:, None, :, None] & inside[None, :, None, :]).reshape(num_blocks * block_size, num_blocks * block_size)
     return torch.cat((context.reshape(num_blocks * block_size, num_tokens), own), dim=1)
 
 

@@ -73,13 +73,13 @@ class Attention(nn.Module):
     def queries(self, z: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """z [B,Q,H] -> rotated queries [B,Hq,Q,d]."""
         q = self.q_proj(z)
-        q = q.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q = q.view(*q.shape[:-1], -1, self.head_dim).transpose(1, 2)
         return rotate(self.q_norm.in_fp32(q), cos, sin).to(q.dtype)
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """x [B,N,H] -> rotated keys and values, [B,Hkv,N,d] each, in one product."""
         both = F.linear(x, torch.cat((self.k_proj.weight, self.v_proj.weight)))
-        k, v = both.unflatten(-1, (-1, self.head_dim)).transpose(1, 2).chunk(2, dim=1)
+        k, v = both.view(*both.shape[:-1], -1, self.head_dim).transpose(1, 2).chunk(2, dim=1)
         return rotate(self.k_norm.in_fp32(k), cos, sin).to(v.dtype), v
 
 

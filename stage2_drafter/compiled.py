@@ -1,0 +1,357 @@
+"""The drafter compiled once, with proof that it stays so: flex_attention on CUDA, a dense mask through SDPA on the CPU.
+
+On CUDA each layer runs through one `torch.compile(fullgraph=True, dynamic=False)` function with the layer as an
+argument, so all layers share its code; the block mask comes from a compiled `create_block_mask` (0.15 ms against 8 ms
+eager, H200, S = 8192, A = 1024). Every shape is fixed when the object is made. `warm_up` runs one whole training step
+and one evaluation step of the caller, compares the number of compiled graphs with the number that follows from the
+layers, and then sets torch's stance `fail_on_recompile`, which is process-wide: from there on a compile raises.
+
+flex_attention computes a dense attention matrix, silently, whenever it is not compiled (276 GB at our sizes, and the end
+of the run that this project replaces). Two locks stand before that: `flex_attention_door` raises unless it is being
+traced, which catches every way back to eager code; `forbid_dense_flex` replaces the operator's dense kernels, which
+catches the backends `eager` and `aot_eager`, where tracing does happen.
+
+torch's compiler keeps global state, so only the main thread may pass (reference: pytorch issues 126024, 168042).
+
+Shapes: S context tokens of a row, A anchors, K block size, Q = A · K noise tokens, F features per token, H hidden size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from dflash_train.errors import InputError
+from dflash_train.stage2_drafter.blocks import block_mask_mod, dense_block_mask
+from dflash_train.stage2_drafter.drafter import Attend, Drafter, DrafterLayer
+
+log = logging.getLogger(__name__)
+
+TILE = 128
+"""Rows and columns of a flex_attention tile; other lengths had wrong gradients (pytorch issue 158212)."""
+MIN_HEAD_DIM = 16
+"""Smallest head that flex_attention's Triton kernels take."""
+MAX_DENSE_CELLS = 2**27
+"""Largest dense mask on the CPU, in cells: SDPA widens it to fp32, so 0.5 GiB."""
+
+_DENSE_FLEX = (
+    "flex_attention was about to run dense, with the whole attention matrix in memory: it was {how}. "
+    "Nothing may do that; unset TORCHDYNAMO_DISABLE and keep torch.compile's backend at inductor."
+)
+
+LayerKind = tuple[int | None, bool]
+"""(sliding window, causal inside the block): layers of one kind share a mask and a graph."""
+
+
+def flex_attention_door(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
+    """The only way to flex_attention: raises RuntimeError unless torch.compile is tracing it.
+
+    Traced, the test is a constant and costs nothing; in every fallback to eager code it really runs.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        raise RuntimeError(_DENSE_FLEX.format(how="called without being compiled"))
+    out = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def forbid_dense_flex() -> Callable[[], None]:
+    """Replace flex_attention's dense kernels by one that raises, in this process; returns the undo.
+
+    Compiled CUDA and CPU kernels do not go through them. They are private to torch, so a version that moved them is
+    refused: a lock that is silently absent is worse than none.
+    """
+    from torch._C import DispatchKey
+    from torch._higher_order_ops import flex_attention as module
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(_DENSE_FLEX.format(how="compiled with a backend that does not fuse it"))
+
+    operators: list[Any] = [module.flex_attention, module.flex_attention_backward]
+    key: Any = DispatchKey.CompositeExplicitAutograd
+    saved: list[Any] = []
+    for operator in operators:
+        if key not in getattr(operator, "py_kernels", {}) or not hasattr(operator, "_dispatch_cache"):
+            raise RuntimeError(
+                f"torch {torch.__version__} keeps flex_attention's dense kernels elsewhere than 2.11 to 2.13 do, so "
+                "they cannot be locked; use one of those versions."
+            )
+        saved.append(operator.py_kernels[key])
+    for operator in operators:
+        operator.py_kernels[key] = refuse
+        operator._dispatch_cache.clear()  # may remember the dense kernel from an earlier eager call
+
+    def undo() -> None:
+        for operator, kernel in zip(operators, saved, strict=True):
+            operator.py_kernels[key] = kernel
+            operator._dispatch_cache.clear()
+
+    return undo
+
+
+def compiled_graphs() -> int:
+    """Graphs that torch.compile has made in this process so far."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def _run_layer(
+    layer: DrafterLayer, noise: Tensor, context: Tensor, cos: Tensor, sin: Tensor, block_mask: BlockMask
+) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention_door(q, k, v, block_mask)
+
+    out: Tensor = layer(noise, context, cos, sin, attend)
+    return out
+
+
+class CompiledDrafter(nn.Module):
+    """The training and evaluation forward of a drafter at fixed shapes; wrap this, not the drafter, in DDP.
+
+    Parameters stay fp32; on CUDA the products run in `compute_dtype` under autocast. Drafting tokens does not come
+    here: `Drafter.draft` runs the plain layers.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        *,
+        device: torch.device | str,
+        row_tokens: int,
+        num_anchors: int,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Move the drafter to `device`; row_tokens is S, num_anchors A; compute_dtype None: bf16 on CUDA, fp32 on CPU.
+
+        Raises InputError for sizes that the device cannot take. Compiles nothing yet.
+        """
+        super().__init__()
+        self.device = torch.device(device)
+        self.drafter = drafter.to(self.device)
+        self.row_tokens, self.num_anchors = row_tokens, num_anchors
+        self.block_size = drafter.config.block_size
+        self.uses_flex = self.device.type == "cuda"
+        self.compute_dtype = compute_dtype or (torch.bfloat16 if self.uses_flex else torch.float32)
+        self.layer_kinds: list[LayerKind] = [
+            (drafter.config.layer_window(i), drafter.config.layer_is_causal(i))
+            for i in range(drafter.config.num_hidden_layers)
+        ]
+        self._warm = self._warming = False
+        self._warm_up_seconds = 0.0
+        self._graphs_before = self._graphs_after = 0
+        self._compiled_layer: Callable[..., Tensor] = _run_layer
+        self._compiled_mask: Callable[..., BlockMask] = create_block_mask
+        if self.uses_flex:
+            self._check_flex_sizes()
+            self._compile()
+        else:
+            self._check_dense_size()
+
+    @property
+    def num_noise_tokens(self) -> int:
+        return self.num_anchors * self.block_size
+
+    def _check_flex_sizes(self) -> None:
+        if self.drafter.config.head_dim < MIN_HEAD_DIM:
+            raise InputError(
+                f"head_dim of the drafter is {self.drafter.config.head_dim}; flex_attention on a GPU needs at least "
+                f"{MIN_HEAD_DIM}."
+            )
+        if self.row_tokens % TILE:
+            raise InputError(
+                f"A row has {self.row_tokens} tokens; on a GPU choose a multiple of {TILE}, such as "
+                f"{-(-self.row_tokens // TILE) * TILE}."
+            )
+        if self.num_noise_tokens % TILE:
+            step = TILE // math.gcd(TILE, self.block_size)
+            raise InputError(
+                f"{self.num_anchors} anchors of {self.block_size} tokens make {self.num_noise_tokens} noise tokens; on "
+                f"a GPU they must be a multiple of {TILE}: choose a multiple of {step} anchors, such as "
+                f"{-(-self.num_anchors // step) * step}."
+            )
+
+    def _check_dense_size(self) -> None:
+        cells = self.num_noise_tokens * (self.row_tokens + self.num_noise_tokens)
+        if cells > MAX_DENSE_CELLS:
+            raise InputError(
+                f"{self.num_anchors} anchors of {self.block_size} tokens in rows of {self.row_tokens} need a dense "
+                f"attention mask of {cells * 4 / 2**30:.1f} GiB on the CPU; at most {MAX_DENSE_CELLS * 4 / 2**30:.1f} "
+                "GiB are allowed. Use fewer anchors or shorter rows, or a GPU."
+            )
+
+    def _compile(self) -> None:
+        forbid_dense_flex()
+        # Per-thread settings since torch 2.12; forward and warm-up run in this thread or raise. DDP would cut the
+        # graph of a layer at its bucket borders.
+        torch._dynamo.config.optimize_ddp = False
+        options: dict[str, Any] = {"fullgraph": True, "dynamic": False}
+        if "recompile_limit" in inspect.signature(torch.compile).parameters:  # not in torch 2.11
+            options["recompile_limit"] = max(2, 2 * len(set(self.layer_kinds)))
+        self._compiled_layer = torch.compile(_run_layer, **options)
+        self._compiled_mask = torch.compile(create_block_mask, **options)
+
+    def forward(
+        self,
+        features: Tensor,
+        context_positions: Tensor,
+        noise: Tensor,
+        noise_positions: Tensor,
+        start: Tensor,
+        anchor: Tensor,
+    ) -> Tensor:
+        """Final states of all blocks of one row, [Q,H] in compute_dtype.
+
+        features [S,F]; context_positions int [S] in their documents; noise [Q,H], frozen embeddings of the blocks'
+        tokens, already scaled; noise_positions int [A,K]; start, anchor int32 [A], sorted, dummies last.
+        Gradients, or torch.no_grad() for evaluation; inference_mode would be one more graph and is refused.
+        """
+        self._check_call(features, noise, start, anchor)
+        with_gradient = torch.is_grad_enabled()
+        masks = {kind: self._mask(kind, start, anchor) for kind in dict.fromkeys(self.layer_kinds)}
+        with self._autocast():
+            context = self.drafter.project_context(features.to(self.compute_dtype)[None])
+            positions = torch.cat((context_positions, noise_positions.reshape(-1)))
+            cos, sin = self.drafter.rotary(positions[None])
+            # The first layer's input requires a gradient as every other layer's does: one graph serves them all.
+            states = noise.detach().to(self.compute_dtype)[None].requires_grad_(with_gradient)
+            for layer, kind in zip(self.drafter.layers, self.layer_kinds, strict=True):
+                if self.uses_flex:
+                    states = self._compiled_layer(layer, states, context, cos, sin, masks[kind])
+                else:
+                    states = layer(states, context, cos, sin, masks[kind])
+            out: Tensor = self.drafter.norm(states)[0]
+        return out
+
+    def _check_call(self, features: Tensor, noise: Tensor, start: Tensor, anchor: Tensor) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(
+                f"The compiled drafter was called in thread {threading.current_thread().name!r}; torch's compiler is "
+                "not thread-safe, so call it in the main thread of one process per GPU."
+            )
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("The compiled drafter was called in inference_mode; use torch.no_grad().")
+        found = (features.shape[0], noise.shape[0], start.shape[0], anchor.shape[0])
+        wanted = (self.row_tokens, self.num_noise_tokens, self.num_anchors, self.num_anchors)
+        if found != wanted:
+            raise ValueError(
+                f"The drafter is compiled for (S, Q, A, A) = {wanted} but got features, noise, start and anchor of "
+                f"lengths {found}; pad the row."
+            )
+        if start.dtype != torch.int32 or anchor.dtype != torch.int32:
+            raise ValueError(f"start and anchor are {start.dtype} and {anchor.dtype}; they must be int32.")
+        if self.uses_flex and not (self._warm or self._warming):
+            raise RuntimeError("The drafter has not been warmed up; call warm_up before the first step.")
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.compute_dtype == torch.float32:
+            return torch.autocast(self.device.type, enabled=False)
+        return torch.autocast(self.device.type, dtype=self.compute_dtype)
+
+    @torch.no_grad()
+    def _mask(self, kind: LayerKind, start: Tensor, anchor: Tensor) -> Any:
+        """A BlockMask, or on the CPU a function that attends under the dense mask.
+
+        Outside autocast and without gradients in both modes, so that one graph of the builder serves both.
+        """
+        window, causal = kind
+        queries, keys = self.num_noise_tokens, self.row_tokens + self.num_noise_tokens
+        if not self.uses_flex:
+            return _dense_attend(dense_block_mask(start, anchor, self.row_tokens, self.block_size, window, causal))
+        mask_mod = block_mask_mod(start, anchor, self.row_tokens, self.block_size, window, causal)
+        with torch.autocast(self.device.type, enabled=False):
+            return self._compiled_mask(mask_mod, None, None, queries, keys, device=str(self.device))
+
+    def expected_graphs(self, *, evaluation: bool) -> int:
+        """Graphs that warm-up must make: per kind of layer a mask builder and a layer, twice with evaluation."""
+        if not self.uses_flex:
+            return 0
+        return len(set(self.layer_kinds)) * (3 if evaluation else 2)
+
+    def warm_up(self, step: Callable[[], object], evaluate: Callable[[], object] | None = None) -> None:
+        """Compile everything by one whole training step (forward and backward) and one evaluation step; then forbid it.
+
+        `step` must leave the weights alone (no optimizer); its gradients are dropped here. `evaluate` runs under
+        torch.no_grad(). Raises RuntimeError if a weight changed or another number of graphs than expected was made.
+        """
+        parameters = list(self.drafter.parameters())
+        versions = [parameter._version for parameter in parameters]
+        started = time.perf_counter()
+        self._graphs_before = compiled_graphs()
+        self._warming = True
+        try:
+            step()
+            if all(parameter.grad is None for parameter in parameters if parameter.requires_grad):
+                raise RuntimeError("The warm-up step left no gradient; it must run forward and backward.")
+            if evaluate is not None:
+                with torch.no_grad():
+                    evaluate()
+        finally:
+            self._warming = False
+            for parameter in parameters:
+                parameter.grad = None
+        if self.uses_flex:
+            torch.cuda.synchronize(self.device)
+        self._warm_up_seconds = time.perf_counter() - started
+        if versions != [parameter._version for parameter in parameters]:
+            raise RuntimeError("The warm-up changed a weight; it must not call the optimizer.")
+        self._graphs_after = compiled_graphs()
+        made, expected = self._graphs_after - self._graphs_before, self.expected_graphs(evaluation=evaluate is not None)
+        if made != expected:
+            raise RuntimeError(
+                f"Warm-up compiled {made} graphs where {expected} were expected: {_compile_reasons()}. "
+                "Something beside the drafter was compiled, or its layers do not share their code."
+            )
+        self._warm = True
+        if self.uses_flex:
+            torch.compiler.set_stance("fail_on_recompile")
+        log.info(self.summary())
+
+    def recompilations(self) -> int:
+        """Graphs made since warm-up ended, anywhere in this process."""
+        return compiled_graphs() - self._graphs_after if self._warm and self.uses_flex else 0
+
+    def summary(self) -> str:
+        """«compiled 3 graphs in 18 s, 0 recompilations», counted now; on the CPU, that nothing is compiled."""
+        if not self.uses_flex:
+            return "dense attention in fp32 on the CPU, nothing compiled: for tests and small runs"
+        if not self._warm:
+            return "not compiled yet"
+        graphs = self._graphs_after - self._graphs_before
+        return f"compiled {graphs} graphs in {self._warm_up_seconds:.0f} s, {self.recompilations()} recompilations"
+
+    def close(self) -> None:
+        """Let this process compile again (tests; a run keeps the stance until it ends)."""
+        if self.uses_flex and self._warm:
+            torch.compiler.set_stance("default")
+        self._warm = False
+
+
+def _dense_attend(mask: Tensor) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+    return attend
+
+
+def _compile_reasons() -> str:
+    """What was compiled, newest last, from torch's own records."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    records = [
+        f"{getattr(record, 'co_name', None)} {getattr(record, 'recompile_reason', None) or 'first time'}"
+        for record in get_compilation_metrics()
+        if getattr(record, "co_name", None)
+    ]
+    return "; ".join(records[-8:]) or "no record"
