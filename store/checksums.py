@@ -1,0 +1,119 @@
+"""crc32c of samples and files, and checksums.json, which lists every file beside it and guards itself.
+
+checksums.json is canonical JSON with a crc32c of its own list, so that any flipped byte of it shows, white space
+included. crc32c runs at 12-17 GB/s here (google-crc32c with SSE 4.2, one core of a 2-core EPYC VM, 2026-11-29).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash_train.store.files import Data, StoreError, WritableFile
+from dflash_train.store.manifest import canonical_json
+
+CHECKSUMS_NAME = "checksums.json"
+PIECE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Checksum:
+    """Size in bytes and crc32c of one file."""
+
+    size: int
+    crc32c: int
+
+
+def extend_crc(crc: int, data: Data | NDArray[Any]) -> int:
+    """Continue a crc32c (0 to begin) over a buffer; arrays must be contiguous. Nothing is copied."""
+    if isinstance(data, bytearray | memoryview):  # the C extension takes bytes and numpy arrays alone
+        data = np.frombuffer(data, np.uint8)
+    return int(google_crc32c.extend(crc, data))
+
+
+class SummedFile(WritableFile):
+    """A file that knows the checksum of what was written to it."""
+
+    crc = 0
+
+    def write(self, data: Data) -> None:
+        super().write(data)
+        self.crc = extend_crc(self.crc, data)
+
+    @property
+    def checksum(self) -> Checksum:
+        """Size and crc32c so far."""
+        return Checksum(self.num_bytes, self.crc)
+
+
+def sum_contents(parts: Iterable[Data]) -> Checksum:
+    """Checksum the buffers of one file."""
+    size, crc = 0, 0
+    for part in parts:
+        size, crc = size + memoryview(part).nbytes, extend_crc(crc, part)
+    return Checksum(size, crc)
+
+
+def sum_file(path: Path) -> Checksum:
+    """Read a file in pieces and checksum it."""
+    size, crc = 0, 0
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(PIECE_BYTES):
+            size, crc = size + len(piece), extend_crc(crc, piece)
+    return Checksum(size, crc)
+
+
+def format_checksums(checksums: Mapping[str, Checksum]) -> bytes:
+    """Serialise checksums.json: paths relative to its folder, posix style."""
+    listed = {path: {"size": checksum.size, "crc32c": checksum.crc32c} for path, checksum in checksums.items()}
+    return canonical_json({"files": listed, "crc32c": extend_crc(0, canonical_json(listed))})
+
+
+def read_checksums(folder: Path) -> dict[str, Checksum]:
+    """Read a folder's checksums.json; missing, unreadable or changed in any byte raises StoreError."""
+    path = folder / CHECKSUMS_NAME
+    text = read_bytes(path)
+    try:
+        content = json.loads(text)
+        listed = content["files"]
+        intact = canonical_json(content) == text and content["crc32c"] == extend_crc(0, canonical_json(listed))
+        checksums = {name: Checksum(int(entry["size"]), int(entry["crc32c"])) for name, entry in listed.items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise StoreError(f"{path} is damaged: {error}.") from error
+    if not intact:
+        raise StoreError(f"{path} is damaged: its own crc32c does not fit.")
+    return checksums
+
+
+def read_bytes(path: Path) -> bytes:
+    """Read a small file whole; a missing or unreadable one raises StoreError."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise StoreError(f"{path} could not be read: {error.strerror or error}.") from error
+
+
+def read_summed(folder: Path, name: str, checksums: Mapping[str, Checksum] | None) -> bytes:
+    """Read a small file of a folder and check it against checksums (None: unchecked); StoreError if it differs."""
+    data = read_bytes(folder / name)
+    if checksums is not None:
+        check_sum(folder, name, sum_contents([data]), checksums)
+    return data
+
+
+def check_sum(folder: Path, name: str, found: Checksum, checksums: Mapping[str, Checksum]) -> None:
+    """Raise StoreError unless a file's checksum is the listed one."""
+    wanted = checksums.get(name)
+    if wanted is None:
+        raise StoreError(f"{folder / name} is not listed in {CHECKSUMS_NAME}.")
+    if found.size != wanted.size:
+        raise StoreError(f"{folder / name} has {found.size:,} bytes but {wanted.size:,} were written; it is damaged.")
+    if found != wanted:
+        raise StoreError(f"{folder / name} has crc32c {found.crc32c:08x}, not {wanted.crc32c:08x}; it is damaged.")

@@ -1,0 +1,115 @@
+"""Creating a store: one transaction by one process, under a lock beside the store.
+
+Everything that all segments share (manifest, calibration, frozen tables, tokenizer) is written under a temporary name
+and renamed at once, so a store that exists is whole. The lock is an flock, which the kernel drops with its process: no
+stale lock survives a kill. It lies beside the store because it is needed before the store exists.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash_train.store.arrays import array_contents, group_text
+from dflash_train.store.checksums import CHECKSUMS_NAME, format_checksums, sum_contents
+from dflash_train.store.encoding import make_encoding
+from dflash_train.store.files import Data, Files, remove_temporaries, write_directory
+from dflash_train.store.manifest import Manifest, StoreError, canonical_json, hash_calibration
+from dflash_train.store.segment import SEGMENTS, STAGING
+
+CHANNEL_SCALE = "calibration/channel_scale"
+EMBED_TOKENS = "frozen/embed_tokens"
+LM_HEAD = "frozen/lm_head"
+TARGET_FILES = "frozen/target"
+
+
+@dataclass(kw_only=True)
+class FrozenTarget:
+    """What stage 2 needs of the target: its tables, config and tokenizer files."""
+
+    embed_tokens: NDArray[Any]
+    """[V, H] as stored: bfloat16 as uint16 (encoding.to_stored)."""
+    lm_head: NDArray[Any] | None
+    """[V, H] as stored, None if it is the embedding (tied)."""
+    dtype_view: str | None
+    """What the bits of both tables mean: «bfloat16», or None for float32 and float16."""
+    config: dict[str, Any]
+    """The target's config.json."""
+    files: dict[str, bytes] = field(default_factory=dict)
+    """Tokenizer files and chat template by name: tokenizer.json, chat_template.jinja, …"""
+
+
+def create_store(
+    path: Path, manifest: Manifest, channel_scale: NDArray[np.float32], frozen: FrozenTarget, files: Files | None = None
+) -> None:
+    """Create a store without segments, whole or not at all; a path that exists raises StoreError.
+
+    channel_scale is D, float32 [L * H], positive and finite; `hash_calibration` of it is the manifest's
+    calibration_hash. Call it under `store_lock`.
+    """
+    encoding = make_encoding(manifest.encoding, len(manifest.target_layer_ids), manifest.hidden_size)
+    table = (manifest.vocab_size, manifest.hidden_size)
+    assert channel_scale.shape == (encoding.num_features,) and channel_scale.dtype == np.float32, channel_scale
+    assert np.isfinite(channel_scale).all() and (channel_scale > 0).all(), "the channel scale divides"
+    assert manifest.calibration_hash == hash_calibration(channel_scale), "calibration_hash is of another scale"
+    assert frozen.embed_tokens.shape == table, f"embed_tokens is {frozen.embed_tokens.shape}, manifest says {table}"
+    assert (frozen.lm_head is None) == manifest.tied_embeddings, "lm_head is stored exactly when it is not tied"
+    contents: dict[str, Data] = {
+        "calibration/zarr.json": group_text(),
+        "frozen/zarr.json": group_text(),
+        f"{SEGMENTS}/zarr.json": group_text(),
+        **array_contents(CHANNEL_SCALE, channel_scale),
+        **array_contents(EMBED_TOKENS, frozen.embed_tokens, frozen.dtype_view),
+        f"{TARGET_FILES}/config.json": canonical_json(frozen.config),
+    }
+    if frozen.lm_head is not None:
+        assert frozen.lm_head.shape == table, f"lm_head is {frozen.lm_head.shape}, the manifest says {table}"
+        contents |= array_contents(LM_HEAD, frozen.lm_head, frozen.dtype_view)
+    for name, data in frozen.files.items():
+        assert name == PurePosixPath(name).name and name != "config.json", f"'{name}' is no name of a tokenizer file"
+        contents[f"{TARGET_FILES}/{name}"] = data
+    contents["zarr.json"] = group_text(manifest.to_json())
+    contents[CHECKSUMS_NAME] = format_checksums({name: sum_contents([data]) for name, data in contents.items()})
+    try:
+        write_directory(path, contents, files, empty=[STAGING])
+    except FileExistsError as error:
+        raise StoreError(f"{path} exists already. Choose another path, or remove it first.") from error
+
+
+@contextmanager
+def store_lock(path: Path) -> Iterator[None]:
+    """Hold the one lock of a store, existing or not; a second holder gets StoreError naming the first one's pid."""
+    path = path.resolve()
+    Files().make_directories(path.parent)
+    lock = path.with_name(path.name + ".lock")
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise StoreError(
+                f"{path} is in use by process {holder}. Wait until it has ended, or stop it, then run this again."
+            ) from error
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def clean_staging(path: Path, files: Files | None = None) -> int:
+    """Remove what dead runs left half-written in and beside a store; return how many. Call it under `store_lock`."""
+    files = files or Files()
+    leftovers = sorted((path / STAGING).iterdir()) if (path / STAGING).is_dir() else []
+    for leftover in leftovers:
+        files.remove_tree(leftover)
+    return len(leftovers) + remove_temporaries(path, files)

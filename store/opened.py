@@ -1,0 +1,126 @@
+"""A committed segment as the reader sees it: its table in memory, its rows by `preadv` straight into the caller's arrays.
+
+Small files are checked against checksums.json when the segment is opened, the shard index when its files are; what is
+not as this package writes it raises StoreError, so a torn or rewritten segment is never read.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash_train.store.arrays import INNER_ROWS, ArrayInfo, read_array, read_array_info, read_group, shard_index
+from dflash_train.store.checksums import read_checksums
+from dflash_train.store.encoding import Encoding
+from dflash_train.store.files import StoreError
+from dflash_train.store.segment import SAMPLE_COLUMNS, row_arrays
+
+COUNTS = ("num_samples", "num_tokens", "num_rows")
+
+
+class Segment:
+    """One committed segment: counts, quarantined samples, and the table `samples` [N, 6]; it holds no open file."""
+
+    def __init__(self, folder: Path, encoding: Encoding) -> None:
+        """Read and check everything but the rows; damage raises StoreError."""
+        self.folder = folder
+        self.checksums = read_checksums(folder)
+        attributes = read_group(folder, checksums=self.checksums)
+        counts = [attributes.get(name) for name in COUNTS]
+        quarantined, columns = attributes.get("quarantined"), attributes.get("sample_columns")
+        if not all(isinstance(count, int) for count in counts) or not isinstance(quarantined, list):
+            raise StoreError(f"{folder / 'zarr.json'} is damaged: it lacks counts or the quarantined samples.")
+        self.num_samples, self.num_tokens, self.num_rows = counts
+        self.quarantined: list[dict[str, Any]] = quarantined
+        self.source: dict[str, Any] = attributes.get("source", {})
+        if columns != list(SAMPLE_COLUMNS):
+            raise StoreError(f"{folder} has sample columns {columns}, not {list(SAMPLE_COLUMNS)}.")
+        self.samples, _ = read_array(folder, "samples", self.checksums)
+        self.arrays = {name: self._array(name, encoding) for name in row_arrays(encoding)}
+        self._check_samples(encoding)
+
+    def _array(self, name: str, encoding: Encoding) -> ArrayInfo:
+        info = read_array_info(self.folder, name, self.checksums)
+        columns, dtype = row_arrays(encoding)[name]
+        shape = (self.num_rows, columns) if columns else (self.num_rows,)
+        dtype_view = encoding.dtype_view if name == "features" else None
+        wanted = (shape, dtype, dtype_view, name == "features")
+        found = (info.shape, info.dtype, info.dtype_view, info.sharded)
+        if found != wanted:
+            raise StoreError(f"{self.folder / name} is {found} (shape, dtype, view, sharded), wanted {wanted}.")
+        return info
+
+    def _check_samples(self, encoding: Encoding) -> None:
+        samples = self.samples
+        if samples.shape != (self.num_samples, len(SAMPLE_COLUMNS)) or samples.dtype != np.int64:
+            raise StoreError(f"{self.folder / 'samples'} has shape {samples.shape} for {self.num_samples} samples.")
+        first, length, supervised = samples[:, 2], samples[:, 3], samples[:, 4]
+        ends = np.concatenate([[0], first + length])
+        whole = (length > 0).all() and (first >= ends[:-1]).all() and (first % encoding.align_tokens == 0).all()
+        if not whole or ends[-1] != self.num_rows or int(length.sum()) != self.num_tokens:
+            raise StoreError(f"{self.folder / 'samples'} does not fit the counts in {self.folder / 'zarr.json'}.")
+        if (supervised < 0).any() or (supervised > length).any():
+            raise StoreError(f"{self.folder / 'samples'} has more supervised tokens than tokens.")
+
+    def path(self, name: str) -> Path:
+        """Path of the file with an array's rows."""
+        return self.folder / name / self.arrays[name].chunk_name
+
+
+class SegmentFiles:
+    """The open row files of a segment; they close when the last user lets go of the object. Threads may share it."""
+
+    def __init__(self, segment: Segment) -> None:
+        """Open the files and check their sizes and the shard index; damage raises StoreError."""
+        self.segment = segment
+        self._descriptors: dict[str, int] = {}
+        for name, info in segment.arrays.items():
+            path = segment.path(name)
+            try:
+                self._descriptors[name] = descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                num_bytes = os.fstat(descriptor).st_size
+            except OSError as error:
+                raise StoreError(f"{path} could not be opened: {error.strerror}.") from error
+            index = shard_index(info.shape[0], info.row_bytes) if info.sharded else b""
+            stored_rows = math.ceil(info.shape[0] / INNER_ROWS) * INNER_ROWS if info.sharded else info.shape[0]
+            data_bytes = stored_rows * info.row_bytes
+            if num_bytes != data_bytes + len(index):
+                raise StoreError(f"{path} has {num_bytes:,} bytes, wanted {data_bytes + len(index):,}; it is damaged.")
+            if index and os.pread(descriptor, len(index), data_bytes) != index:
+                raise StoreError(
+                    f"{path} is no flat shard (its index must list chunk i at offset i x size): it is damaged, or "
+                    f"another program rewrote it. Extract it again."
+                )
+
+    def read_rows(self, name: str, first_row: int, rows: NDArray[Any]) -> None:
+        """Read rows from first_row on into a contiguous array of the stored dtype; short reads are continued."""
+        row_bytes = self.segment.arrays[name].row_bytes
+        assert rows.flags.c_contiguous and rows.nbytes == len(rows) * row_bytes, f"{name} rows of {rows.shape}"
+        buffer, offset = rows.data.cast("B"), first_row * row_bytes
+        while len(buffer):
+            try:
+                num_read = os.preadv(self._descriptors[name], [buffer], offset)
+            except OSError as error:
+                raise StoreError(f"{self.segment.path(name)} could not be read: {error.strerror}.") from error
+            if num_read == 0:
+                raise StoreError(f"{self.segment.path(name)} ends at byte {offset:,}: it was cut short while open.")
+            buffer, offset = buffer[num_read:], offset + num_read
+
+    def __del__(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+
+def list_segments(store: Path) -> Sequence[str]:
+    """Return the ids of the committed segments, oldest first."""
+    try:
+        names = [entry.name for entry in os.scandir(store / "segments") if entry.is_dir()]
+    except OSError as error:
+        raise StoreError(f"{store / 'segments'} could not be listed: {error.strerror}.") from error
+    return sorted(names)

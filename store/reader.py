@@ -1,0 +1,208 @@
+"""Reading a store: every sample by index, by `preadv` into the caller's arrays, each checked by its crc32c.
+
+The table of all samples is in memory (44 bytes each); rows are read on demand, at 1.03 of raw `preadv` speed without
+and 0.6-0.8 with the check (store-format.md, 4.2). zarr-python is the slow twin: tests compare every value with it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash_train.store.arrays import read_array, read_group
+from dflash_train.store.checksums import extend_crc, read_checksums, read_summed
+from dflash_train.store.creation import CHANNEL_SCALE, EMBED_TOKENS, LM_HEAD, TARGET_FILES
+from dflash_train.store.encoding import Encoding, from_stored, make_encoding
+from dflash_train.store.files import StoreError
+from dflash_train.store.manifest import FORMAT_NAME, Manifest, format_id
+from dflash_train.store.opened import Segment, SegmentFiles, list_segments
+from dflash_train.store.segment import SAMPLE_COLUMNS, SEGMENTS, row_arrays
+
+if TYPE_CHECKING:
+    import torch
+
+SAMPLE_DTYPE = np.dtype(
+    [("segment", "i4"), ("id", "i8"), ("group", "i8"), ("first_row", "i8"), ("length", "i8"), ("supervised", "i8")]
+    + [("crc32c", "u4")]
+)
+MAX_OPEN_SEGMENTS = 64  # four descriptors each, under the usual soft limit of 1,024
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample as stored: token_ids int32 [T], loss_mask uint8 [T], features [T, F], scales float32 [T, G] or None."""
+
+    id: int
+    group: int
+    token_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.uint8]
+    features: NDArray[Any]
+    scales: NDArray[np.float32] | None
+
+
+def open_manifest(path: Path) -> Manifest:
+    """Read a store's manifest; a path that is no store, or one of a newer version, raises StoreError."""
+    if not path.is_dir():
+        raise StoreError(f"{path} is {'a file' if path.exists() else 'not there'}, but a store is a folder. {WAY_OUT}")
+    if not (path / "zarr.json").is_file():
+        raise StoreError(f"{path} is not a store: it has no zarr.json. {WAY_OUT}")
+    attributes = read_group(path)
+    if attributes.get("format") != FORMAT_NAME:
+        raise StoreError(f"{path} is a zarr group but not a {FORMAT_NAME}. {WAY_OUT}")
+    try:
+        return Manifest.from_json(attributes)
+    except StoreError as error:
+        raise StoreError(f"{path}: {error}") from error
+
+
+WAY_OUT = "Give the path that `dflash extract` wrote."
+
+
+class StoreReader:
+    """All committed samples of a store, or those of the given segments in the given order; threads may share it."""
+
+    def __init__(self, path: Path, segments: Sequence[str] | None = None, verify: bool = True) -> None:
+        """Open a store; damage in anything but the rows raises StoreError now, in rows when they are read (verify)."""
+        self.path = Path(path)
+        self.manifest = open_manifest(self.path)
+        manifest = self.manifest
+        self.encoding: Encoding = make_encoding(manifest.encoding, len(manifest.target_layer_ids), manifest.hidden_size)
+        self._checksums = read_checksums(self.path)
+        read_summed(self.path, "zarr.json", self._checksums)
+        self.channel_scale: NDArray[np.float32] = read_array(self.path, CHANNEL_SCALE, self._checksums)[0]
+        self.segment_ids: list[str] = []
+        self.samples: NDArray[Any] = np.empty(0, SAMPLE_DTYPE)
+        self.num_duplicates = 0
+        self._verify = verify
+        self._segments: list[Segment] = []
+        self._seen: set[int] = set()
+        self._open: OrderedDict[int, SegmentFiles] = OrderedDict()
+        self._lock = threading.Lock()
+        self.refresh(segments)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples."""
+        return int(self.samples["length"].sum())
+
+    def refresh(self, segments: Sequence[str] | None = None) -> int:
+        """Add segments committed since (or those given) behind the known ones; return how many were added.
+
+        Indices of known samples stay. Of equal ids the first is kept.
+        """
+        known = set(self.segment_ids)
+        new = [name for name in (list_segments(self.path) if segments is None else segments) if name not in known]
+        tables = [self.samples]
+        for name in new:
+            folder = self.path / SEGMENTS / name
+            if not folder.is_dir():
+                raise StoreError(f"{self.path} has no segment {name}: it was removed, or the list is of another store.")
+            segment = Segment(folder, self.encoding)
+            tables.append(self._keep_first(segment))
+            self._segments.append(segment)
+            self.segment_ids.append(name)
+        self.samples = np.concatenate(tables)
+        return len(new)
+
+    def _keep_first(self, segment: Segment) -> NDArray[Any]:
+        table = np.empty(int(segment.num_samples), SAMPLE_DTYPE)
+        table["segment"] = len(self._segments)
+        for column, name in enumerate(SAMPLE_COLUMNS):
+            table[name] = segment.samples[:, column]
+        kept = []
+        for index, identity in enumerate(table["id"].tolist()):
+            if identity not in self._seen:
+                self._seen.add(identity)
+                kept.append(index)
+        self.num_duplicates += len(table) - len(kept)
+        return table[kept]
+
+    def stored_ids(self) -> set[int]:
+        """Ids of all samples."""
+        return set(self._seen)
+
+    def quarantined(self) -> list[dict[str, Any]]:
+        """What could not be stored: {"id": hex or None, "row": int or None, "reason": str} each."""
+        return [entry for segment in self._segments for entry in segment.quarantined]
+
+    def sources(self) -> list[dict[str, Any]]:
+        """What every segment was made from, in the order of segment_ids."""
+        return [segment.source for segment in self._segments]
+
+    def read_into(
+        self,
+        index: int,
+        token_ids: NDArray[np.int32],
+        loss_mask: NDArray[np.uint8],
+        features: NDArray[Any],
+        scales: NDArray[np.float32] | None = None,
+    ) -> None:
+        """Read sample index into contiguous arrays of its length (features [T, F], scales [T, G]); StoreError if damaged.
+
+        features may be int16 where uint16 is stored: the bits are the same.
+        """
+        sample = self.samples[index]
+        arrays: dict[str, NDArray[Any]] = {"features": features, "token_ids": token_ids, "loss_mask": loss_mask}
+        if scales is not None:
+            arrays["feature_scale"] = scales
+        files = self._files(int(sample["segment"]))
+        crc = 0
+        for name in row_arrays(self.encoding):
+            assert len(arrays[name]) == sample["length"], f"{name} has {len(arrays[name])} rows for {sample['length']}"
+            files.read_rows(name, int(sample["first_row"]), arrays[name])
+            if self._verify:
+                crc = extend_crc(crc, arrays[name])
+        if self._verify and crc != sample["crc32c"]:
+            raise StoreError(
+                f"Sample {format_id(int(sample['id']))} in segment {files.segment.folder.name} of {self.path} is damaged: "
+                f"crc32c {crc:08x}, wanted {int(sample['crc32c']):08x}. Remove that segment folder and extract again."
+            )
+
+    def read(self, index: int) -> Sample:
+        """Read sample index into new arrays."""
+        sample = self.samples[index]
+        arrays = {
+            name: np.empty((int(sample["length"]), columns) if columns else int(sample["length"]), dtype)
+            for name, (columns, dtype) in row_arrays(self.encoding).items()
+        }
+        scales = arrays.get("feature_scale")
+        self.read_into(index, arrays["token_ids"], arrays["loss_mask"], arrays["features"], scales)
+        identity, group = int(sample["id"]), int(sample["group"])
+        return Sample(identity, group, arrays["token_ids"], arrays["loss_mask"], arrays["features"], scales)
+
+    def _files(self, number: int) -> SegmentFiles:
+        """Open files of a segment, the least recently used closed when the last reader lets go of them."""
+        with self._lock:
+            files = self._open.pop(number, None) or SegmentFiles(self._segments[number])
+            self._open[number] = files
+            if len(self._open) > MAX_OPEN_SEGMENTS:
+                self._open.popitem(last=False)
+        return files
+
+    def frozen_embed_tokens(self) -> torch.Tensor:
+        """Return the target's embedding [V, H] in its stored dtype, on the CPU."""
+        return from_stored(*read_array(self.path, EMBED_TOKENS, self._checksums))
+
+    def frozen_lm_head(self) -> torch.Tensor:
+        """Return the target's head [V, H]: the embedding where they are tied."""
+        return from_stored(*read_array(self.path, self._head_name(), self._checksums))
+
+    def _head_name(self) -> str:
+        return EMBED_TOKENS if self.manifest.tied_embeddings else LM_HEAD
+
+    def target_config(self) -> dict[str, Any]:
+        """Return the target's config.json."""
+        config: dict[str, Any] = json.loads(read_summed(self.path, f"{TARGET_FILES}/config.json", self._checksums))
+        return config
+
+    def tokenizer_path(self) -> Path:
+        """Return the folder with the target's config.json and tokenizer files, for AutoTokenizer."""
+        return self.path / TARGET_FILES
