@@ -1,0 +1,311 @@
+"""Devices and processes: one process per device, started clean, logged from its first instant, gone with its parent.
+
+A process is a new interpreter (no fork, no re-import of the caller's script) whose stdout and stderr are a log file
+before Python starts, so that even an import that crashes leaves its line. It talks over one duplex pipe of its own: no
+shared queue, no shared lock that a killed process could keep. It dies with its parent (PR_SET_PDEATHSIG) and does not
+react to Ctrl-C, which the terminal sends to everyone: the parent decides, and says so over the pipe.
+
+Environment variables are set here and nowhere else in the package.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from dflash_train.errors import InputError
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+STARTUP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
+    "from dflash_train.launch import _run_process; _run_process(int(sys.argv[1]), int(sys.argv[2]))"
+)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One place to run a process, and the environment that makes it the only one the process sees."""
+
+    label: str
+    """What to call it: «GPU 5» or «CPU worker 0»."""
+    torch_device: str
+    """cuda:0 (the only one visible) or cpu."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables set for the process."""
+
+
+def parse_devices(text: str | None = None) -> list[Device]:
+    """Read «0-4», «5,7», «cpu» or «cpu:3»; None is every GPU of the machine, or one CPU worker where there is none.
+
+    Numbers are nvidia-smi's indices, or positions in CUDA_VISIBLE_DEVICES where that is set. Raises InputError.
+    """
+    text = None if text is None else text.strip().lower()
+    if text is not None and (cpu := re.fullmatch(r"cpu(?::(\d+))?", text)):
+        return _cpu_devices(int(cpu[1] or 1))
+    gpus = visible_gpus()
+    if text is None:
+        return [_gpu_device(index, gpus[index]) for index in range(len(gpus))] or _cpu_devices(1)
+    indices = _parse_indices(text)
+    if not gpus:
+        raise InputError(f"--gpus names {text} but this machine shows no NVIDIA GPU; use --gpus cpu to run without.")
+    missing = [index for index in indices if index >= len(gpus)]
+    if missing:
+        where = "CUDA_VISIBLE_DEVICES" if os.environ.get("CUDA_VISIBLE_DEVICES") else "this machine"
+        there = "0" if len(gpus) == 1 else f"0-{len(gpus) - 1}"
+        raise InputError(f"--gpus names GPU {', '.join(map(str, missing))} but {where} has {there}; choose from these.")
+    return [_gpu_device(index, gpus[index]) for index in indices]
+
+
+def visible_gpus() -> list[str]:
+    """UUIDs of the GPUs that --gpus may name, in its numbering; empty without a driver."""
+    uuids = _gpu_uuids()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not uuids:
+        return uuids
+    chosen: list[str] = []
+    for entry in filter(None, (part.strip() for part in visible.split(","))):
+        if entry.isdigit():
+            if int(entry) >= len(uuids):
+                break  # CUDA ignores an entry that does not exist, and all after it
+            chosen.append(uuids[int(entry)])
+        elif entry.startswith("MIG-"):
+            chosen.append(entry)
+        else:
+            matches = [uuid for uuid in uuids if uuid.startswith(entry)]
+            if len(matches) != 1:
+                break
+            chosen.append(matches[0])
+    return chosen
+
+
+def _gpu_uuids() -> list[str]:
+    """UUIDs of all GPUs in nvidia-smi's order."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return [
+            uuid if isinstance(uuid := pynvml.nvmlDeviceGetUUID(handle), str) else uuid.decode() for handle in handles
+        ]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _gpu_device(index: int, uuid: str) -> Device:
+    return Device(f"GPU {index}", "cuda:0", {"CUDA_VISIBLE_DEVICES": uuid})
+
+
+def _cpu_devices(count: int) -> list[Device]:
+    if count < 1:
+        raise InputError("--gpus cpu:0 asks for no worker at all; cpu:1 is the least.")
+    # threads that together exceed the cores wait on each other
+    threads = str(max(1, len(os.sched_getaffinity(0)) // count))
+    environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    return [Device(f"CPU worker {index}", "cpu", environment) for index in range(count)]
+
+
+def _parse_indices(text: str) -> list[int]:
+    indices: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise InputError(f"--gpus is {text!r}; write GPU numbers like 0-4 or 5,7, or cpu, or cpu:3.")
+        indices += range(int(match[1]), int(match[2] or match[1]) + 1)
+    if len(set(indices)) != len(indices):
+        raise InputError(f"--gpus {text} names a GPU twice; name each once.")
+    return indices
+
+
+@dataclass(eq=False)
+class Process:
+    """One started process, seen from its parent."""
+
+    index: int
+    """Position among the processes started together."""
+    device: Device
+    """Where it runs."""
+    log: Path
+    """Its stdout and stderr."""
+    connection: Connection
+    """The parent's end of its pipe."""
+    popen: subprocess.Popen[bytes]
+    """The operating system's handle."""
+    ended: bool = False
+    """Whether ProcessGroup.wait has reported its end."""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self.popen.pid
+
+    def send(self, message: Any) -> bool:
+        """Send a message; False if the process is gone (its end is reported by ProcessGroup.wait)."""
+        try:
+            self.connection.send(message)
+        except OSError:
+            return False
+        return True
+
+    def describe_end(self) -> str:
+        """Why an ended process ended, in one sentence with the last lines of its log."""
+        code = self.popen.poll()
+        if code is None:
+            reason = "still runs"
+        elif code < 0:
+            reason = f"was killed by {signal.Signals(-code).name}"
+            if code == -signal.SIGKILL:
+                reason += " (by hand, or by the system for want of memory)"
+        else:
+            reason = f"ended with exit status {code}"
+        lines = last_lines(self.log)
+        said = f"; its last lines: {' | '.join(lines)}" if lines else "; it left no line"
+        return f"{self.device.label} (process {self.pid}) {reason}{said} ({self.log})"
+
+
+@dataclass(eq=False)
+class ProcessGroup:
+    """Processes started together; as a context manager it leaves none behind."""
+
+    processes: list[Process]
+
+    @property
+    def running(self) -> list[Process]:
+        """Those whose end has not been reported yet."""
+        return [process for process in self.processes if not process.ended]
+
+    def wait(self, timeout: float) -> list[tuple[Process, Any]]:
+        """Messages that arrive within `timeout` seconds, as (process, message); (process, None) once for each end.
+
+        A process's messages all come before its end.
+        """
+        running = {process.connection: process for process in self.running}
+        events: list[tuple[Process, Any]] = []
+        for ready in wait(list(running), timeout):
+            process = running[ready]  # type: ignore[index]
+            try:
+                while process.connection.poll():
+                    events.append((process, process.connection.recv()))
+            except (EOFError, OSError):
+                _end(process)
+                events.append((process, None))
+        return events
+
+    def stop(self, grace_seconds: float = 10.0) -> None:
+        """Close all pipes, wait `grace_seconds` for the processes to end by themselves, kill the rest."""
+        for process in self.processes:
+            process.connection.close()
+        deadline = time.monotonic() + grace_seconds
+        for process in self.processes:
+            try:
+                process.popen.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.popen.kill()
+                process.popen.wait()
+            process.ended = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop(0.0 if kind is not None else 10.0)
+
+
+def _end(process: Process) -> None:
+    """Reap a process whose pipe is closed; one that lingers without a pipe is of no use and is killed."""
+    try:
+        process.popen.wait(10.0)
+    except subprocess.TimeoutExpired:
+        process.popen.kill()
+        process.popen.wait()
+    process.ended = True
+
+
+def start_processes(
+    function: str,
+    arguments: Sequence[Mapping[str, Any]],
+    devices: Sequence[Device],
+    log_folder: Path,
+    name: str = "worker",
+) -> ProcessGroup:
+    """Start one process per device that calls `function` (dotted: package.module.name) with its arguments.
+
+    The function also gets `connection`, its end of the pipe. Arguments are pickled. Process i logs to
+    `<log_folder>/<name>-<i>.log`. Call from the main thread: Linux ties «dies with its parent» to the calling thread.
+    """
+    assert len(arguments) == len(devices), "one set of arguments a device"
+    log_folder.mkdir(parents=True, exist_ok=True)
+    group = ProcessGroup([])
+    try:
+        for index, (device, keywords) in enumerate(zip(devices, arguments, strict=True)):
+            ours, theirs = Pipe(duplex=True)
+            log = log_folder / f"{name}-{index}.log"
+            command = [
+                sys.executable,
+                "-P",
+                "-c",
+                STARTUP,
+                str(theirs.fileno()),
+                str(os.getpid()),
+                json.dumps(sys.path),
+            ]
+            with log.open("wb") as output:
+                popen = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[theirs.fileno()],
+                    env={**os.environ, "PYTHONUNBUFFERED": "1", **device.environment},
+                )
+            theirs.close()
+            group.processes.append(Process(index, device, log, ours, popen))
+            group.processes[-1].send((function, dict(keywords)))
+    except BaseException:
+        group.stop(0.0)
+        raise
+    return group
+
+
+def _run_process(descriptor: int, parent: int) -> None:
+    """Body of a started process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the request
+        os._exit(1)
+    connection = Connection(descriptor)
+    try:
+        function, keywords = connection.recv()
+        module, _, name = function.rpartition(".")
+        getattr(importlib.import_module(module), name)(connection=connection, **keywords)
+    finally:  # a traceback goes to the log; the parent sees the closed pipe and does not wait for a hanging exit
+        connection.close()
+
+
+def last_lines(log: Path, count: int = 3) -> list[str]:
+    """The last non-empty lines of a log file; empty if there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 16384))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    return [line.strip() for line in text.splitlines() if line.strip()][-count:]

@@ -1,0 +1,132 @@
+"""Who the target is: hashes that go into the manifest, and what the store keeps of the target for stage 2.
+
+Name and config do not tell a fine-tuned target from its base, so the weights are fingerprinted: all of every 1-D tensor
+and 64 rows of every matrix, a few milliseconds a layer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import google_crc32c
+import torch
+
+from dflash_train.stage1_target.target import TargetConfig, text_config
+from dflash_train.stage1_target.tokenization import hash_chat_template, hash_tokenizer
+from dflash_train.store.encoding import Encoding, to_stored
+from dflash_train.store.manifest import Manifest, hash_json
+
+if TYPE_CHECKING:
+    from dflash_train.stage1_target.target import Target
+    from dflash_train.store.creation import FrozenTarget
+
+NUM_FINGERPRINT_ROWS = 64
+VOLATILE_CONFIG_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+"""Config entries that say how a model was saved or loaded, not what it is."""
+
+
+def weights_fingerprint(model: torch.nn.Module) -> str:
+    """crc32c, 8 hex digits, over all 1-D tensors and 64 seeded rows of every matrix, as loaded; the same on any device."""
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())  # tied ones once
+    persistent = model.state_dict()
+    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    crc = 0
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        crc = google_crc32c.extend(crc, f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        if tensor.ndim > 1:
+            matrix = tensor.reshape(-1, tensor.shape[-1])
+            rows = [_seeded_row(matrix.shape, position) for position in range(NUM_FINGERPRINT_ROWS)]
+            tensor = matrix[torch.tensor(rows, device=matrix.device)]
+        crc = google_crc32c.extend(crc, tensor.reshape(-1).contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return f"{crc:08x}"
+
+
+def _seeded_row(shape: torch.Size, position: int) -> int:
+    """A row of a matrix that depends on its shape and `position` alone, the same in every version of every library."""
+    digest = hashlib.blake2b(f"{tuple(shape)}:{position}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % shape[0]
+
+
+def config_hash(model_config: Any) -> str:
+    """Hash of what a transformers config says about the model; defaults left out, so a new version may add some."""
+    entries = json.loads(model_config.to_json_string(use_diff=True))
+    return hash_json(_without_volatile(entries))
+
+
+def _without_volatile(entries: Any) -> Any:
+    if isinstance(entries, dict):
+        return {key: _without_volatile(value) for key, value in entries.items() if key not in VOLATILE_CONFIG_KEYS}
+    return entries
+
+
+def quantization_name(config: TargetConfig, model_config: Any) -> str | None:
+    """How the checkpoint's weights are quantised: gguf, fp8, awq …, or None."""
+    if config.is_gguf:
+        return "gguf"
+    settings = getattr(model_config, "quantization_config", None)
+    if settings is None:
+        return None
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
+    return str(getattr(method, "value", method))
+
+
+def known_without_weights(
+    config: TargetConfig, model_config: Any, tokenizer: Any, target_layer_ids: tuple[int, ...], encoding: Encoding
+) -> dict[str, Any]:
+    """The manifest fields that config and tokenizer alone decide."""
+    text = text_config(model_config)
+    return {
+        "target_config_hash": config_hash(model_config),
+        "quantization": quantization_name(config, model_config),
+        "tokenizer_hash": hash_tokenizer(tokenizer),
+        "chat_template_hash": hash_chat_template(tokenizer),
+        "target_layer_ids": target_layer_ids,
+        "num_target_layers": int(text.num_hidden_layers),
+        "hidden_size": int(text.hidden_size),
+        "encoding": encoding.name,
+    }
+
+
+def build_manifest(target: Target, encoding: Encoding, calibration_hash: str) -> Manifest:
+    """The manifest of a store of this target."""
+    known = known_without_weights(
+        target.config, target.model_config, target.tokenizer, target.target_layer_ids, encoding
+    )
+    return Manifest(
+        target_name=Path(target.config.name).name if Path(target.config.name).exists() else target.config.name,
+        target_revision=getattr(target.model_config, "_commit_hash", None) or target.config.revision,
+        weights_fingerprint=weights_fingerprint(target.model),
+        target_dtype=str(target.dtype).removeprefix("torch."),
+        vocab_size=target.vocab_size,
+        tied_embeddings=target.lm_head is None,
+        embedding_scale=target.embedding_scale,
+        logit_scale=target.logit_scale,
+        logit_softcap=target.logit_softcap,
+        rank=None,
+        calibration_hash=calibration_hash,
+        **known,
+    )
+
+
+def frozen_target(target: Target) -> FrozenTarget:
+    """What stage 2 needs of the target: embedding, head, config and the tokenizer's files."""
+    from dflash_train.store.creation import FrozenTarget
+
+    with tempfile.TemporaryDirectory() as folder:
+        target.tokenizer.save_pretrained(folder)
+        files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+    files.pop("config.json", None)
+    embed_tokens, dtype_view = to_stored(target.embed_tokens.cpu())
+    lm_head = None if target.lm_head is None else to_stored(target.lm_head.to(target.dtype).cpu())[0]
+    return FrozenTarget(
+        embed_tokens=embed_tokens,
+        lm_head=lm_head,
+        dtype_view=dtype_view,
+        config=json.loads(target.model_config.to_json_string(use_diff=False)),
+        files=files,
+    )
