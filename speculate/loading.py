@@ -1,0 +1,97 @@
+"""Load a drafter for decoding, and refuse one that was made for another target.
+
+A drafter with the wrong vocabulary, layers or width would at best decode at acceptance length 1, so every mismatch is
+named before the target's weights are loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_train.errors import InputError
+from dflash_train.stage1_target.target import Target, text_config
+from dflash_train.stage2_drafter.drafter import Drafter, DrafterConfig
+from dflash_train.stage2_drafter.drafter import load_drafter as load_checkpoint
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+CHECKPOINTS = "checkpoints"
+
+
+def find_drafter(path: Path) -> Path:
+    """The folder with config.json and model.safetensors: `path` itself, or the newest checkpoint of the run `path`."""
+    if not path.is_dir():
+        raise InputError(f"{path} is no folder; give a drafter's folder or the run folder of `dflash train-drafter`.")
+    folder = path
+    if not (path / WEIGHTS_FILE).is_file() and (path / CHECKPOINTS).is_dir():
+        steps = sorted(
+            (int(found.name.removeprefix("step-")), found)
+            for found in (path / CHECKPOINTS).glob("step-*")
+            if found.name.removeprefix("step-").isdigit()
+        )
+        if not steps:
+            raise InputError(f"The run {path} has no checkpoint yet; train it until its first checkpoint is saved.")
+        folder = steps[-1][1]
+    missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not (folder / name).is_file()]
+    if missing:
+        raise InputError(
+            f"{folder} lacks {' and '.join(missing)}; give a drafter's folder in z-lab's format or a run folder."
+        )
+    return folder
+
+
+def load_drafter_config(path: Path) -> DrafterConfig:
+    """The config of the drafter at `path` (see `find_drafter`), without its weights. Raises InputError."""
+    file = find_drafter(path) / CONFIG_FILE
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{file} is no JSON ({error}); give a drafter's folder in z-lab's format.") from error
+    if not isinstance(fields, dict):
+        raise InputError(f"{file} holds no JSON object; give a drafter's folder in z-lab's format.")
+    return DrafterConfig.from_json(fields)
+
+
+def load_drafter(path: Path, device: torch.device | str, dtype: torch.dtype) -> Drafter:
+    """Load a drafter from a folder in z-lab's format or from a run's newest checkpoint, ready for decoding.
+
+    Its `fc` takes raw hidden states: an exported drafter has the store's channel scale folded in. Raises InputError,
+    listing tensors that are missing, too many or of another shape.
+    """
+    drafter = load_checkpoint(find_drafter(path), dtype)
+    return drafter.to(device).requires_grad_(False).eval()
+
+
+def check_drafter_fits(config: DrafterConfig, model_config: Any) -> None:
+    """Raise InputError, naming both values, where the drafter was made for another target than `model_config`'s."""
+    text = text_config(model_config)
+    _check_values(config, int(text.hidden_size), int(text.vocab_size), int(text.num_hidden_layers))
+
+
+def check_drafter_fits_target(config: DrafterConfig, target: Target) -> None:
+    """The same against a loaded target, whose embedding table has the last word on its size."""
+    _check_values(config, target.hidden_size, target.vocab_size, len(target.layers))
+
+
+def _check_values(config: DrafterConfig, hidden_size: int, vocab_size: int, num_target_layers: int) -> None:
+    facts = [
+        ("hidden_size", config.hidden_size, hidden_size),
+        ("vocab_size", config.vocab_size, vocab_size),
+        ("num_target_layers", config.num_target_layers, num_target_layers),
+    ]
+    differences = [f"{name} {drafter}, the target has {target}" for name, drafter, target in facts if drafter != target]
+    if max(config.target_layer_ids) > num_target_layers - 2:
+        differences.append(
+            f"target_layer_ids up to {max(config.target_layer_ids)}, the target allows at most {num_target_layers - 2}"
+        )
+    if not 0 <= config.mask_token_id < vocab_size:
+        differences.append(f"mask_token_id {config.mask_token_id}, the target's table has {vocab_size} rows")
+    if differences:
+        raise InputError(
+            f"The drafter does not fit the target: it has {'; '.join(differences)}. "
+            "Give the target that the drafter was trained for."
+        )
