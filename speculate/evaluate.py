@@ -27,8 +27,16 @@ from dflash_train.speculate.loading import (
     load_drafter_config,
 )
 from dflash_train.speculate.target_cache import check_continuation
-from dflash_train.stage1_target.conversations import read_prompts
-from dflash_train.stage1_target.target import Target, TargetConfig, load_model_config, load_target, text_config
+from dflash_train.stage1_target.conversations import Prompt, RowError, read_prompts
+from dflash_train.stage1_target.target import (
+    Target,
+    TargetConfig,
+    load_model_config,
+    load_target,
+    load_tokenizer,
+    text_config,
+)
+from dflash_train.stage1_target.tokenization import ChatRenderer
 from dflash_train.stage2_drafter.drafter import Drafter
 
 if TYPE_CHECKING:
@@ -97,20 +105,17 @@ def evaluate(config: EvaluateConfig, progress: Progress | None = None) -> dict[s
     drafter_config = load_drafter_config(folder)
     model_config = load_model_config(config.target)
     check_drafter_fits(drafter_config, model_config)
-    prompts = read_prompts(config.prompts, config.split, config.max_prompts)
-    target = load_target(config.target, drafter_config.target_layer_ids, device)
-    drafter = load_drafter(folder, device, target.dtype)
-    prompt_ids = [
-        encode_prompt(target.tokenizer, prompt.messages, prompt.tools, config.chat_template_arguments)
-        for prompt in prompts
-    ]
-    most = getattr(text_config(target.model_config), "max_position_embeddings", None)
-    fitting = [ids for ids in prompt_ids if most is None or len(ids) + config.max_new_tokens <= most]
+    rows = read_prompts(config.prompts, config.split, config.max_prompts)
+    prompts = encode_prompts(load_tokenizer(config.target), rows, config.chat_template_arguments)
+    most = getattr(text_config(model_config), "max_position_embeddings", None)
+    fitting = [ids for ids in prompts if most is None or len(ids) + config.max_new_tokens <= most]
     if not fitting:
         raise InputError(
-            f"None of the {len(prompt_ids)} prompts in {config.prompts!r} leaves room for {config.max_new_tokens} new tokens "
-            f"within the target's {most} positions; give prompts, or lower --max-new-tokens."
+            f"None of the {len(prompts)} prompts of {config.prompts} leaves room for {config.max_new_tokens} new tokens "
+            f"within the target's {most} positions; give shorter prompts or lower --max-new-tokens."
         )
+    target = load_target(config.target, drafter_config.target_layer_ids, device)
+    drafter = load_drafter(folder, device, target.dtype)
     result = evaluate_prompts(
         target,
         drafter,
@@ -128,7 +133,7 @@ def evaluate(config: EvaluateConfig, progress: Progress | None = None) -> dict[s
         "prompt_source": config.prompts,
         "prompt_split": config.split,
         "chat_template_arguments": config.chat_template_arguments,
-        "skipped_prompts": len(prompt_ids) - len(fitting),
+        "skipped_prompts": len(rows) - len(fitting),
         **result,
     }
 
@@ -191,19 +196,24 @@ def evaluate_prompts(
     }
 
 
-def encode_prompt(
-    tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any, chat_template_arguments: dict[str, Any]
-) -> list[int]:
-    """Token ids of the messages under the target's chat template, with the opening of the assistant's turn."""
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise InputError(
-            "The target's tokenizer has no chat template, so prompts cannot be put to it; use a target that was tuned "
-            "for chat, or one whose folder has a chat_template.jinja."
-        )
-    text = tokenizer.apply_chat_template(
-        list(messages), tools=tools, tokenize=False, add_generation_prompt=True, **chat_template_arguments
-    )
-    return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+def encode_prompts(
+    tokenizer: Any, prompts: Sequence[Prompt], chat_template_arguments: dict[str, Any]
+) -> list[list[int]]:
+    """Token ids of each prompt under the target's chat template, with the opening of the assistant's turn.
+
+    Prompts that the template refuses are left out. Raises InputError where it refuses all, or there is no template.
+    """
+    renderer = ChatRenderer(tokenizer, chat_template_arguments)
+    texts: list[str] = []
+    refusal: RowError | None = None
+    for prompt in prompts:
+        try:
+            texts.append(renderer.render(prompt.messages, prompt.tools, add_generation_prompt=True))
+        except RowError as error:
+            refusal = error
+    if refusal is not None and not texts:
+        raise InputError(f"No prompt can be put to the target: {refusal}. Give other prompts or template arguments.")
+    return [list(map(int, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])) for text in texts]
 
 
 def stop_token_ids(target: Target) -> tuple[int, ...]:

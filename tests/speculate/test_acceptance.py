@@ -1,0 +1,31 @@
+"""Acceptance statistics of hand-made rounds."""
+
+from dflash_train.speculate.acceptance import acceptance_statistics, speed_statistics
+from dflash_train.speculate.decode import DecodeResult, Round
+
+
+def test_statistics_of_known_rounds() -> None:
+    long = DecodeResult(token_ids=[0] * 8, rounds=[Round(3, 3, 4), Round(3, 1, 2), Round(1, 0, 1)], decode_seconds=2.0)
+    short = DecodeResult(token_ids=[0] * 2, rounds=[Round(3, 0, 1)], decode_seconds=0.5, stopped=True)
+    empty = DecodeResult(token_ids=[0], stopped=True)
+    found = acceptance_statistics([long, short, empty], block_size=4)
+    assert found["acceptance_length"] == 8 / 4
+    assert found["acceptance_length_per_prompt"] == (7 / 3 + 1) / 2
+    assert found["rounds"] == 4
+    assert found["histogram"] == [2, 1, 0, 1]
+    keys = ("position", "drafted", "reached", "accepted", "conditional", "cumulative")
+    assert [tuple(entry[key] for key in keys) for entry in found["positions"]] == [
+        (1, 4, 4, 2, 2 / 4, 2 / 4),
+        (2, 3, 2, 1, 1 / 2, 1 / 3),
+        (3, 3, 1, 1, 1.0, 1 / 3),
+    ]
+    speed = speed_statistics([long, short, empty])
+    assert (speed["tokens"], speed["stopped"], speed["tokens_per_second"]) == (11, 2, 8 / 2.5)
+
+
+def test_no_round_at_all() -> None:
+    found = acceptance_statistics([DecodeResult(token_ids=[0])], block_size=2)
+    assert found["acceptance_length"] is None
+    assert found["acceptance_length_per_prompt"] is None
+    assert found["positions"][0]["conditional"] is None
+    assert speed_statistics([DecodeResult(token_ids=[0])])["tokens_per_second"] is None

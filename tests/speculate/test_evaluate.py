@@ -1,0 +1,240 @@
+"""`evaluate` end to end on a saved tiny target, and every way its input can be wrong."""
+
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from dflash_train.errors import InputError
+from dflash_train.speculate import evaluate as evaluation
+from dflash_train.speculate.evaluate import EvaluateConfig, evaluate, format_evaluation, stop_token_ids
+from dflash_train.speculate.loading import load_drafter
+from dflash_train.stage1_target.target import TargetConfig, load_target
+from dflash_train.stage2_drafter.drafter import Drafter, DrafterConfig
+
+
+def save_drafter(drafter: Drafter, folder: Path, **changes: Any) -> Path:
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**drafter.config.to_json("float32"), **changes}))
+    save_file(drafter.state_dict(), folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import transformers
+
+    folder = tmp_path_factory.mktemp("target")
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=400,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=[2, 5],
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def drafter() -> Drafter:
+    return Drafter(
+        DrafterConfig(
+            hidden_size=32,
+            intermediate_size=40,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            vocab_size=400,
+            rms_norm_eps=1e-6,
+            rope_theta=10000.0,
+            max_position_embeddings=128,
+            block_size=4,
+            mask_token_id=3,
+            target_layer_ids=(0, 2),
+            num_target_layers=4,
+            initializer_range=0.3,
+        ),
+        seed=1,
+    )
+
+
+@pytest.fixture
+def config(target_folder: Path, drafter: Drafter, tmp_path: Path) -> EvaluateConfig:
+    prompts = tmp_path / "prompts.jsonl"
+    questions = ["What is the capital of France?", "Count from one to ten.", "a b " * 60]  # the last one is too long
+    rows = [{"messages": [{"role": "user", "content": question}]} for question in questions]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return EvaluateConfig(
+        target=TargetConfig(name=str(target_folder), dtype="float32"),
+        drafter=save_drafter(drafter, tmp_path / "drafter"),
+        prompts=str(prompts),
+        max_new_tokens=12,
+        device="cpu",
+    )
+
+
+def render(result: dict[str, Any]) -> str:
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(format_evaluation(result))
+    return console.export_text()
+
+
+def test_report_of_a_random_drafter(config: EvaluateConfig) -> None:
+    seen: list[tuple[int, int]] = []
+    result = evaluate(config, lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 2), (2, 2)]
+    assert json.loads(json.dumps(result)) == result
+    assert (result["prompts"], result["skipped_prompts"], result["block_size"]) == (2, 1, 4)
+    assert result["lossless"] is True
+    assert result["differences"] == []
+    assert 1 <= result["acceptance_length"] <= 4
+    assert sum(result["histogram"]) == result["rounds"]
+    assert result["speculative"]["tokens"] == result["plain"]["tokens"]
+    assert result["speedup"] > 0
+    assert (result["dtype"], result["device"]) == ("float32", "cpu")
+    text = render(result)
+    assert "Output equals plain greedy decoding on all 2 prompts." in text
+    assert f"{result['acceptance_length']:.2f}" in text
+
+
+def test_without_plain_decoding_there_is_no_speedup(config: EvaluateConfig) -> None:
+    result = evaluate(replace(config, compare_plain=False, max_prompts=1, block_size=2))
+    assert (result["plain"], result["speedup"], result["lossless"], result["block_size"]) == (None, None, None, 2)
+    assert "Not compared with plain greedy decoding." in render(result)
+
+
+def test_a_wrong_output_is_reported(config: EvaluateConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    speculative_decode = evaluation.speculative_decode
+
+    def corrupted(*arguments: Any) -> Any:
+        result = speculative_decode(*arguments)
+        result.token_ids[1] = (result.token_ids[1] + 1) % 400
+        return result
+
+    monkeypatch.setattr(evaluation, "speculative_decode", corrupted)
+    result = evaluate(config)
+    assert result["lossless"] is False
+    assert result["differences"][0]["position"] == 1
+    text = " ".join(render(result).split())
+    assert "differs from plain greedy decoding on 2 of 2 prompts, 2 of them not explained by rounding" in text
+    assert "First: prompt 0, new token 1" in text
+
+
+def test_the_prompt_is_put_under_the_chat_template(
+    config: EvaluateConfig, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Sequence[int]] = []
+    plain_decode = evaluation.plain_decode
+
+    def watched(target: Any, prompt: Sequence[int], *arguments: Any) -> Any:
+        seen.append(prompt)
+        return plain_decode(target, prompt, *arguments)
+
+    monkeypatch.setattr(evaluation, "plain_decode", watched)
+    evaluate(config)
+    expected = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    assert tiny_tokenizer.decode(seen[0]) == expected
+
+
+def test_stop_tokens_come_from_all_configs(config: EvaluateConfig) -> None:
+    target = load_target(config.target, (0, 2), "cpu")
+    assert stop_token_ids(target) == (2, 5)
+
+
+def test_a_run_folder_gives_its_newest_checkpoint(drafter: Drafter, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in ("step-00000009", "step-00000100"):
+        save_drafter(drafter, run / "checkpoints" / step)
+        drafter = Drafter(drafter.config, seed=2)
+    (run / "checkpoints" / ".tmp-step-00000200").mkdir()
+    loaded = load_drafter(run, "cpu", torch.float32)
+    assert torch.equal(loaded.fc.weight, Drafter(drafter.config, seed=2).fc.weight)
+    assert not loaded.training
+    assert load_drafter(run, "cpu", torch.bfloat16).fc.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 48}, "hidden_size 48, the target has 32"),
+        ({"vocab_size": 401}, "vocab_size 401, the target has 400"),
+        ({"num_target_layers": 5}, "num_target_layers 5, the target has 4"),
+        (
+            {"dflash_config": {"block_size": 4, "mask_token_id": 3, "target_layer_ids": [0, 3]}},
+            "target_layer_ids up to 3, the target allows at most 2",
+        ),
+    ],
+)
+def test_a_drafter_of_another_target_is_refused_before_loading(
+    changes: dict[str, Any], message: str, config: EvaluateConfig, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_target(*arguments: Any) -> None:
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr(evaluation, "load_target", load_target)
+    save_drafter(drafter, config.drafter, **changes)
+    with pytest.raises(InputError, match=f"The drafter does not fit the target: .*{message}"):
+        evaluate(config)
+
+
+def test_weights_that_do_not_fit_are_listed(config: EvaluateConfig, drafter: Drafter, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors = {**drafter.state_dict(), "conv.weight": torch.zeros(2)}
+    del tensors["norm.weight"]
+    save_file(tensors, config.drafter / "model.safetensors")
+    with pytest.raises(InputError, match=r"conv.weight .*norm.weight"):
+        load_drafter(config.drafter, "cpu", torch.float32)
+
+
+def test_folders_that_hold_no_drafter_are_refused(config: EvaluateConfig, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is no folder"):
+        load_drafter(tmp_path / "missing", "cpu", torch.float32)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"lacks config.json and model.safetensors"):
+        load_drafter(tmp_path / "empty", "cpu", torch.float32)
+    (tmp_path / "empty" / "checkpoints").mkdir()
+    with pytest.raises(InputError, match="has no checkpoint yet"):
+        load_drafter(tmp_path / "empty", "cpu", torch.float32)
+    for text, message in (("{", "is no JSON"), ("[]", "no JSON object"), ("{}", "no dflash_config")):
+        (config.drafter / "config.json").write_text(text)
+        with pytest.raises(InputError, match=message):
+            evaluate(config)
+
+
+def test_values_out_of_range_are_refused(config: EvaluateConfig) -> None:
+    with pytest.raises(InputError, match="--block-size is 1, but at least 2 is needed"):
+        replace(config, block_size=1)
+    with pytest.raises(InputError, match="--max-new-tokens is 0"):
+        replace(config, max_new_tokens=0)
+    with pytest.raises(InputError, match="None of the 3 prompts .* leaves room for 500 new tokens within .* 128"):
+        evaluate(replace(config, max_new_tokens=500))
+    with pytest.raises(InputError, match="'gpu' is unknown to torch"):
+        replace(config, device="gpu").resolve_device()
+    if not torch.cuda.is_available():
+        with pytest.raises(InputError, match="'cuda:0' does not exist here"):
+            replace(config, device="cuda:0").resolve_device()
+
+
+def test_a_loaded_drafter_is_checked_against_the_loaded_target(
+    make_tiny_target: Callable[[str], Any], drafter: Drafter
+) -> None:
+    with pytest.raises(InputError, match="vocab_size 400, the target has 11"):
+        evaluation.evaluate_prompts(make_tiny_target("llama"), drafter, [[1]], max_new_tokens=4)
