@@ -121,6 +121,31 @@ def _cpu_devices(count: int) -> list[Device]:
     return [Device(f"CPU worker {index}", "cpu", environment) for index in range(count)]
 
 
+def with_compile_cache(device: Device, folder: Path) -> Device:
+    """The device with torch.compile's and Triton's caches in a folder of its own process (torch reads them at import).
+
+    Own folders keep entries of one run from being deleted under another; a resumed run finds the same kernels again.
+    """
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
+    return Device(device.label, device.torch_device, {**device.environment, **caches})
+
+
+@dataclass(frozen=True)
+class TorchrunPlace:
+    """This process's place among those that torchrun started."""
+
+    rank: int
+    world: int
+    local_rank: int
+
+
+def torchrun_place() -> TorchrunPlace | None:
+    """The place that torchrun gave this process in its environment; None where it was started in another way."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    return TorchrunPlace(*(int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
+
+
 def _parse_indices(text: str) -> list[int]:
     indices: list[int] = []
     for part in text.split(","):

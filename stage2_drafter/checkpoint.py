@@ -1,0 +1,250 @@
+"""Checkpoints: a drafter that engines load as it is, and beside it all that an exact resume needs. No pickle anywhere.
+
+    run/checkpoints/step-00000120/
+        model.safetensors, config.json   z-lab's format; fc folded back to raw hidden states in float64, rounded once
+        trainer/masters.safetensors      fp32 parameters as trained (fc on D⁻¹h)
+        trainer/optimizer.safetensors    AdamW's moments
+        trainer/state.json               step, options, segment ids, versions, last evaluation
+
+A checkpoint is written under a temporary name, fsynced and renamed: a folder `step-…` is whole or absent. Tensors are
+streamed one by one, so saving needs one tensor of extra memory, not a second copy of 16 bytes a parameter.
+"""
+
+import json
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dflash_train.errors import InputError
+from dflash_train.store.encoding import Encoding
+from dflash_train.store.files import Files, write_directory
+
+_NAME = re.compile(r"step-(\d{8,})")
+_TRASH = ".trash-"
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    """What a checkpoint records beside tensors; state.json."""
+
+    step: int
+    """Optimizer steps taken."""
+    config: dict[str, Any]
+    """TrainConfig.to_json()."""
+    drafter: dict[str, Any]
+    """config.json of the drafter, to refuse a resume with another one."""
+    store: dict[str, Any]
+    """The store's manifest: target, layers, encoding, calibration."""
+    segments: list[str]
+    """The ledger: segment ids in the order in which rows are planned from them."""
+    total_steps: int
+    random_state: dict[str, Any]
+    """What every random draw follows from: the seed, and the rule that rows and anchors follow."""
+    versions: dict[str, str]
+    evaluation: dict[str, Any] | None
+    """The held-out evaluation at this very step, None where there was none."""
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> "TrainerState":
+        names = TrainerState.__dataclass_fields__
+        return TrainerState(**{name: value for name, value in values.items() if name in names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A whole checkpoint on disk."""
+
+    path: Path
+    step: int
+
+    def state(self) -> TrainerState:
+        try:
+            return TrainerState.from_json(json.loads((self.path / "trainer" / "state.json").read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise InputError(
+                f"{self.path} cannot be resumed from: {error}. Delete this folder to go on from the one before it."
+            ) from error
+
+    def masters(self) -> dict[str, Tensor]:
+        return _load(self.path / "trainer" / "masters.safetensors")
+
+    def optimizer(self) -> dict[str, Tensor]:
+        return _load(self.path / "trainer" / "optimizer.safetensors")
+
+
+def save_checkpoint(
+    run: Path,
+    *,
+    state: TrainerState,
+    masters: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor],
+    encoding: Encoding,
+    channel_scale: Tensor,
+    files: Files | None = None,
+) -> Checkpoint:
+    """Write run/checkpoints/step-<step> in one transaction; one that is there already is the same and stays.
+
+    masters: fp32 parameters under z-lab's names; channel_scale: float32 [L·H], folded out of `fc.weight`.
+    """
+    files = files or Files()
+    final = run / "checkpoints" / f"step-{state.step:08d}"
+    if final.exists():
+        return Checkpoint(path=final, step=state.step)
+    write_directory(
+        final,
+        {
+            "model.safetensors": safetensors_bytes(export_tensors(masters, encoding, channel_scale), {"format": "pt"}),
+            "config.json": _json_bytes(state.drafter),
+            "trainer/masters.safetensors": safetensors_bytes(masters),
+            "trainer/optimizer.safetensors": safetensors_bytes(optimizer),
+            "trainer/state.json": _json_bytes(state.to_json()),
+        },
+        files,
+    )
+    return Checkpoint(path=final, step=state.step)
+
+
+def export_tensors(masters: Mapping[str, Tensor], encoding: Encoding, channel_scale: Tensor) -> dict[str, Tensor]:
+    """The drafter as engines read it: bf16, with `fc` acting on raw hidden states (fc · D⁻¹, float64, rounded once)."""
+    tensors = {name: tensor.detach().to(torch.bfloat16) for name, tensor in masters.items() if name != "fc.weight"}
+    folded = encoding.fold(masters["fc.weight"].detach().cpu().double(), channel_scale.cpu())
+    return {"fc.weight": round_to_bfloat16(folded), **tensors}
+
+
+def round_to_bfloat16(values: Tensor) -> Tensor:
+    """float64 to bf16 with one rounding, to nearest, ties to even.
+
+    torch's cast goes through float32 and may round twice; here the float32 step rounds to odd, which makes it harmless
+    (Boldo and Melquiond 2008: the wider format has two bits more than needed).
+    """
+    nearest = values.float()
+    exact = nearest.double() == values
+    bits = nearest.view(torch.int32)
+    toward_zero = torch.where(nearest.double().abs() > values.abs(), bits - 1, bits)
+    return torch.where(exact, bits, toward_zero | 1).view(torch.float32).bfloat16()
+
+
+def safetensors_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[bytes]:
+    """The bytes of a safetensors file, one tensor after the other; the format's own writer needs them all at once."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text)) + text
+    for tensor in tensors.values():
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        yield flat.view(torch.uint8).numpy().tobytes()
+
+
+def list_checkpoints(run: Path) -> list[Checkpoint]:
+    """Checkpoints of a run, oldest first. Temporary folders of an interrupted save are not among them."""
+    folder = run / "checkpoints"
+    if not folder.is_dir():
+        return []
+    matches = ((path, _NAME.fullmatch(path.name)) for path in folder.iterdir())
+    found = [Checkpoint(path=path, step=int(match[1])) for path, match in matches if match and path.is_dir()]
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def newest_checkpoint(run: Path) -> Checkpoint | None:
+    checkpoints = list_checkpoints(run)
+    return checkpoints[-1] if checkpoints else None
+
+
+def best_checkpoint(run: Path) -> Checkpoint | None:
+    """The checkpoint with the largest held-out acceptance length; None where none was evaluated."""
+    scored = [(evaluation_score(checkpoint), checkpoint) for checkpoint in list_checkpoints(run)]
+    known = [(score, checkpoint) for score, checkpoint in scored if score is not None]
+    return max(known, key=lambda item: item[0])[1] if known else None
+
+
+def evaluation_score(checkpoint: Checkpoint) -> float | None:
+    try:
+        evaluation = checkpoint.state().evaluation
+    except InputError:
+        return None
+    return None if evaluation is None else float(evaluation["acceptance_length"])
+
+
+def prune_checkpoints(run: Path, keep: int, files: Files | None = None) -> list[Checkpoint]:
+    """Delete all but the newest `keep` checkpoints and the best one; also what an interrupted save or prune left.
+
+    A checkpoint is renamed before it is deleted, so that a crash leaves no half of one under its name.
+    Call it only while holding the run's lock.
+    """
+    files = files or Files()
+    folder = run / "checkpoints"
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if path.name.startswith((".tmp-", _TRASH)):
+                files.remove_tree(path)
+    checkpoints = list_checkpoints(run)
+    best = best_checkpoint(run) if len(checkpoints) > keep else None
+    removed = [checkpoint for checkpoint in checkpoints[:-keep] if checkpoint != best]
+    for checkpoint in removed:
+        _remove(checkpoint.path, files)
+    return removed
+
+
+def load_masters(named: Iterable[tuple[str, torch.nn.Parameter]], masters: Mapping[str, Tensor], source: Path) -> None:
+    """Copy fp32 masters into parameters; raises InputError naming the first that is missing or of another shape."""
+    with torch.no_grad():
+        for name, parameter in named:
+            tensor = masters.get(name)
+            if tensor is None or tensor.shape != parameter.shape:
+                found = "absent" if tensor is None else f"of shape {list(tensor.shape)}"
+                raise InputError(
+                    f"{name} is {found} in {source}, the drafter needs {list(parameter.shape)}. "
+                    "Resume with the drafter that the run began with."
+                )
+            parameter.copy_(tensor)
+
+
+def _remove(path: Path, files: Files) -> None:
+    trash = path.with_name(_TRASH + path.name)
+    if trash.exists():
+        files.remove_tree(trash)
+    files.rename(path, trash)
+    files.remove_tree(trash)
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"{path} cannot be read: {error}. Delete {path.parent.parent} to go on from the checkpoint before it."
+        ) from error
+    return tensors
+
+
+def _json_bytes(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2, default=_plain) + "\n").encode()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} has no place in JSON")

@@ -1,0 +1,182 @@
+"""What a training run is made from: one frozen dataclass, checked across its fields before anything costs time.
+
+The values are written into every checkpoint. A resumed run may change those of `HARMLESS_FIELDS`, which decide how long
+and how observably it runs; every other difference is refused by name, because the curve would no longer be one run's.
+Symbols: S tokens of a row, A anchors a row, K block size, R rows of an optimizer step.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_train.errors import InputError
+
+SCHEDULES = ("cosine", "wsd", "constant")
+LOSSES = ("decay", "dpace")
+PAPER_EPOCHS = 6  # DFlash, section 5.1 (arXiv 2602.06036)
+PAPER_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}  # DFlash, section 4.2: gamma by block size
+
+HARMLESS_FIELDS = frozenset(
+    ("store", "run", "devices", "steps", "epochs", "save_every", "keep", "evaluate_every", "evaluate_rows")
+    + ("log_every", "read_ahead", "bad_step_limit")
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Options of `dflash train-drafter`; one field for each command-line option."""
+
+    store: Path
+    """Folder of the store that `dflash extract` wrote; nothing else is read."""
+    run: Path
+    """Folder of this run: checkpoints, metrics, ledger and logs. The same folder again means: go on."""
+    devices: str | None = None
+    """GPUs as nvidia-smi numbers them («5-7»), «cpu», or «cpu:2»; by default every GPU, or one CPU process."""
+    num_layers: int = 5
+    """Decoder layers of the drafter; 5 is the paper's best speed-up (table 7.4 of its ablations)."""
+    block_size: int = 16
+    """K: tokens of a block, the anchor included, so the drafter proposes K - 1; 16 generalises down, never up."""
+    drafter_config: Path | None = None
+    """A drafter's config.json in z-lab's format, used instead of num_layers, block_size and the target's geometry."""
+    mask_token: int | str | None = None
+    """Id or text of the token in the block's open slots; by default the tokenizer's own, else its first unused row."""
+    row_tokens: int = 8192
+    """S: tokens of a row; samples are packed whole, so at least the longest sample unless `crop`."""
+    anchors: int = 1024
+    """A: blocks of a row; one anchor in 8 tokens keeps the drafter busier than the context it reads."""
+    rows_per_step: int = 6
+    """R: rows of an optimizer step over all devices; 6 splits evenly over 1, 2, 3 or 6 devices."""
+    crop: bool = False
+    """Cut samples longer than row_tokens at the tail instead of refusing them."""
+    steps: int | None = None
+    """Optimizer steps of the whole run; 0 writes the untrained drafter and stops. Excludes epochs."""
+    epochs: int | None = None
+    """Passes over the store, anchors drawn anew in each; 6 (the paper's) where steps is not given either."""
+    lr: float = 6e-4
+    """Peak learning rate (the paper's)."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's moments; unpublished by the paper, the values usual for transformers of this size."""
+    weight_decay: float = 0.0
+    """AdamW's decay on matrices, never on norms; 0 as in SpecForge and DeepSpec."""
+    clip: float = 1.0
+    """Largest norm of the whole gradient (the paper's)."""
+    warmup_ratio: float = 0.04
+    """Share of the steps over which the learning rate rises from 0 (the paper's)."""
+    schedule: str = "cosine"
+    """cosine, wsd (flat, then a fall over the last `decay_ratio` of the steps) or constant."""
+    decay_ratio: float = 0.2
+    """Share of the steps that fall under wsd."""
+    min_lr_ratio: float = 0.1
+    """Last learning rate over the peak, for cosine and wsd."""
+    loss: str = "decay"
+    """decay: weights exp(-(k - 1) / gamma) by slot (the paper's); dpace: arXiv 2605.18810."""
+    gamma: float | None = None
+    """Slots over which the weight falls by e; by default 7, 5, 4 for K = 16, 10, 8 (the paper's), else (K - 1) / 2."""
+    dpace_alpha: float = 0.5
+    """Smoothing of D-PACE's probabilities towards 1 (its paper's)."""
+    seed: int = 0
+    """Seeds the drafter's first weights, the rows and the anchors."""
+    holdout: float = 0.02
+    """Share of the conversations (by group, so no conversation is on both sides) kept for evaluation; 0 for none."""
+    evaluate_every: int = 500
+    """Steps between held-out evaluations."""
+    evaluate_rows: int = 32
+    """Most rows of one held-out evaluation, the same each time."""
+    save_every: int = 1000
+    """Steps between checkpoints; the last step is always saved."""
+    keep: int = 3
+    """Newest checkpoints that stay, beside the best one by held-out acceptance length."""
+    log_every: int = 10
+    """Steps between lines on the terminal; metrics.jsonl has every step."""
+    read_ahead: int = 3
+    """Rows read ahead of the step by each process, in pinned memory on CUDA."""
+    bad_step_limit: int = 10
+    """Steps in a row with a loss or gradient that is not finite, each skipped, before the run stops."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "store", Path(self.store))
+        object.__setattr__(self, "run", Path(self.run))
+        if self.drafter_config is not None:
+            object.__setattr__(self, "drafter_config", Path(self.drafter_config))
+        object.__setattr__(self, "betas", tuple(self.betas))
+        if self.steps is not None and self.epochs is not None:
+            raise InputError(
+                f"Both --steps {self.steps} and --epochs {self.epochs} are given. Give one: the other follows from it."
+            )
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InputError(f"--{_option(name)} is {value}, but at least {least} is needed.")
+        if self.anchors > self.row_tokens:
+            raise InputError(
+                f"--anchors {self.anchors} is more than --row-tokens {self.row_tokens}: a row has at most one anchor a "
+                "token. Lower --anchors."
+            )
+        for name, choices in (("schedule", SCHEDULES), ("loss", LOSSES)):
+            if getattr(self, name) not in choices:
+                raise InputError(f"--{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
+        for name in ("warmup_ratio", "decay_ratio", "min_lr_ratio", "dpace_alpha"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(f"--{_option(name)} is {getattr(self, name)}; it is a share between 0 and 1.")
+        if not 0 <= self.holdout < 1:
+            raise InputError(f"--holdout is {self.holdout}; it is a share of at least 0 and below 1.")
+        if self.lr <= 0 or self.clip <= 0 or (self.gamma is not None and self.gamma <= 0):
+            raise InputError(
+                f"--lr {self.lr}, --clip {self.clip} and --gamma {self.gamma}: each must be above 0 where it is given."
+            )
+        if not all(0 <= beta < 1 for beta in self.betas) or len(self.betas) != 2:
+            raise InputError(f"--betas are {self.betas}; two numbers of at least 0 and below 1 are needed.")
+
+    @property
+    def num_epochs(self) -> int | None:
+        """Passes over the store, or None where the number of steps is what ends the run."""
+        return self.epochs if self.epochs is not None or self.steps is not None else PAPER_EPOCHS
+
+    def gamma_for(self, block_size: int) -> float:
+        """The decay constant of the block weights: as given, else the paper's for this block size."""
+        return self.gamma if self.gamma is not None else PAPER_GAMMA.get(block_size, (block_size - 1) / 2)
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields as JSON values, paths as text."""
+        fields = dataclasses.asdict(self)
+        return {name: _json_value(value) for name, value in fields.items()}
+
+    def changes(self, recorded: Mapping[str, Any]) -> list[str]:
+        """Options that differ from those a checkpoint recorded and would change what the run computes, in words."""
+        lines = []
+        for name, value in self.to_json().items():
+            if name not in HARMLESS_FIELDS and name in recorded and recorded[name] != value:
+                lines.append(f"--{_option(name)} is {value}, the checkpoint has {recorded[name]}")
+        return lines
+
+
+_LEAST = {
+    "num_layers": 1,
+    "block_size": 2,
+    "row_tokens": 2,
+    "anchors": 1,
+    "rows_per_step": 1,
+    "steps": 0,
+    "epochs": 1,
+    "weight_decay": 0,
+    "seed": 0,
+    "evaluate_every": 1,
+    "evaluate_rows": 1,
+    "save_every": 1,
+    "keep": 1,
+    "log_every": 1,
+    "read_ahead": 1,
+    "bad_step_limit": 1,
+}
+
+
+def _option(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,147 @@
+"""What a step measured: sums that are all-reduced once, the numbers made of them, and where these are written.
+
+All sums of a step travel in one float64 vector, with the loss's denominator, the stop signal and the flags of rows that
+are not finite: one small all-reduce and one host synchronisation a step, and all ranks decide alike.
+Symbols: A anchors, K block size, N counted slots, R rows of the step.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_train.stage2_drafter.loss import DraftStatistics, describe_statistics, draft_statistics
+
+_SCALARS = ("weight", "weighted_loss", "loss", "slots", "tokens", "wait_seconds", "stop", "bad")
+
+
+class StepSums:
+    """Sums over rows and ranks of one optimizer step or one evaluation."""
+
+    def __init__(self, block_size: int, num_rows: int, device: torch.device) -> None:
+        num_statistics = 2 * block_size + 2  # draft_statistics
+        self._values = torch.zeros(len(_SCALARS) + num_statistics + num_rows, dtype=torch.float64, device=device)
+        self._statistics = slice(len(_SCALARS), len(_SCALARS) + num_statistics)
+        self._bad_rows = slice(len(_SCALARS) + num_statistics, None)
+
+    def add_row(
+        self, place: int, ce: Tensor, correct: Tensor, weights: Tensor, slots: Tensor, label_mask: Tensor
+    ) -> None:
+        """Add one row: fp32 CE, bool correct and fp32 weights of its counted slots [N], whose flat places are `slots`.
+
+        label_mask is bool [A, K]; `place` is the row's number within the step, to name it where its loss is not finite.
+        """
+        right = torch.zeros_like(label_mask)
+        right.view(-1)[slots] = correct
+        weighted = (ce.double() * weights.double()).sum()
+        values = self._values
+        self.add("weight", weights.double().sum())
+        self.add("weighted_loss", weighted)
+        self.add("loss", ce.double().sum())
+        self.add("slots", len(ce))
+        values[self._statistics] += draft_statistics(right, label_mask)
+        values[self._bad_rows][place] += (~torch.isfinite(weighted)).double()
+
+    def add(self, name: str, value: float | Tensor) -> None:
+        """Add to one of the scalars: tokens, wait_seconds, stop, bad."""
+        self._values[_SCALARS.index(name)] += value
+
+    def reduced(self, world: int) -> "StepNumbers":
+        """Sum over all ranks (one all-reduce where there are several) and bring the result to the host."""
+        if world > 1:
+            torch.distributed.all_reduce(self._values)
+        values = self._values.cpu()
+        return StepNumbers(
+            **dict(zip(_SCALARS, values.tolist(), strict=False)),
+            statistics=describe_statistics(values[self._statistics]),
+            bad_rows=torch.nonzero(values[self._bad_rows]).flatten().tolist(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepNumbers:
+    """StepSums on the host."""
+
+    weight: float
+    weighted_loss: float
+    loss: float
+    slots: float
+    tokens: float
+    wait_seconds: float
+    stop: float
+    bad: float
+    statistics: DraftStatistics
+    bad_rows: list[int]
+
+    def quality(self) -> dict[str, Any]:
+        """Loss, estimated acceptance length (bonus token included) and accuracy of slots 1 … K - 1.
+
+        Teacher-forced on the data: a proxy for what speculative decoding accepts, not that itself. None where nothing
+        was counted, or where the loss is not finite.
+        """
+        statistics = self.statistics
+        return {
+            "loss": _finite(self.weighted_loss, self.weight),
+            "cross_entropy": _finite(self.loss, self.slots),
+            "acceptance_length": _finite(statistics.estimated_acceptance, 1),
+            "accuracy": [_finite(share, 1) for share in statistics.accuracy_by_slot],
+        }
+
+
+def _finite(numerator: float, denominator: float) -> float | None:
+    value = numerator / denominator if denominator else math.nan
+    return value if math.isfinite(value) else None
+
+
+class MetricsLog:
+    """run/metrics.jsonl and run/tensorboard, written by the first rank alone."""
+
+    def __init__(self, run: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._file = (run / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
+        self._board = SummaryWriter(log_dir=str(run / "tensorboard"), purge_step=step + 1, flush_secs=20)
+
+    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """One line {kind, step, …}; lists become one TensorBoard curve an entry, text is left out there."""
+        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        for name, value in values.items():
+            if isinstance(value, list):
+                for slot, entry in enumerate(value, start=1):
+                    self._board.add_scalar(f"{kind}/{name}/{slot:02d}", entry, step)
+            elif isinstance(value, (int, float)):
+                self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        self._board.close()
+
+
+def format_step(step: int, total: int, values: Mapping[str, Any]) -> str:
+    """One plain line for the terminal."""
+    skipped = " (skipped: not finite)" if values["skipped"] else ""
+    return (
+        f"step {step} of {total}{skipped}: {_quality(values)}, {values['tokens_per_second']:,.0f} tokens/s, "
+        f"{values['wait_share']:.0%} of the time waiting for data, lr {values['lr']:.2e}, gradient norm "
+        f"{_number(values['gradient_norm'], '.3f')}"
+    )
+
+
+def format_evaluation(step: int, values: Mapping[str, Any]) -> str:
+    return f"held out at step {step}: {_quality(values)} ({values['rows']} rows)"
+
+
+def _quality(values: Mapping[str, Any]) -> str:
+    return (
+        f"loss {_number(values['loss'], '.4f')}, accuracy {_number(values['accuracy'][0], '.1%')} at slot 1, estimated "
+        f"acceptance length {_number(values['acceptance_length'], '.3f')}"
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "none" if value is None else format(value, form)

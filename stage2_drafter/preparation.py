@@ -1,0 +1,182 @@
+"""From options to a run that may start: every check that needs no GPU, no process and no target.
+
+`prepare_run` is a function of the options and the list of segments, so that the parent can refuse bad input in seconds
+and each rank can repeat it to the same result.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_train.errors import InputError
+from dflash_train.stage2_drafter.checkpoint import Checkpoint, newest_checkpoint
+from dflash_train.stage2_drafter.config import TrainConfig
+from dflash_train.stage2_drafter.drafter_config import DrafterConfig
+from dflash_train.stage2_drafter.rows import HoldoutRows, RowSchedule, check_lengths, split_holdout
+from dflash_train.store.manifest import Manifest
+from dflash_train.store.reader import StoreReader
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun:
+    """A run that fits its store."""
+
+    config: TrainConfig
+    reader: StoreReader
+    drafter_config: DrafterConfig
+    schedule: RowSchedule
+    holdout: HoldoutRows
+    total_steps: int
+    num_training: int
+    """Samples trained on; the rest is held out."""
+
+
+def prepare_run(config: TrainConfig, segments: Sequence[str] | None = None) -> PreparedRun:
+    """Open the store and check the options against it; raises InputError with the first thing that does not fit.
+
+    segments is the run's ledger; None takes all that the store has.
+    """
+    reader = StoreReader(config.store, segments)
+    if not len(reader.samples):
+        raise InputError(f"{config.store} holds no sample yet. Run `dflash extract` first.")
+    drafter_config = make_drafter_config(config, reader)
+    lengths = check_lengths(np.asarray(reader.samples["length"]), config.row_tokens, config.crop)
+    held_out = split_holdout(np.asarray(reader.samples["group"]), config.holdout)
+    training = np.flatnonzero(~held_out)
+    schedule = RowSchedule(lengths, training, seed=config.seed, row_tokens=config.row_tokens, epochs=config.num_epochs)
+    holdout = HoldoutRows(
+        lengths, np.flatnonzero(held_out), seed=config.seed, row_tokens=config.row_tokens, limit=config.evaluate_rows
+    )
+    total_steps = config.steps if config.steps is not None else -(-schedule.num_rows() // config.rows_per_step)
+    return PreparedRun(
+        config=config,
+        reader=reader,
+        drafter_config=drafter_config,
+        schedule=schedule,
+        holdout=holdout,
+        total_steps=total_steps,
+        num_training=len(training),
+    )
+
+
+def check_resume(run: PreparedRun) -> Checkpoint | None:
+    """The checkpoint that the run goes on from; raises InputError naming every option or store field that changed."""
+    checkpoint = newest_checkpoint(run.config.run)
+    if checkpoint is None:
+        return None
+    state = checkpoint.state()
+    differences = run.config.changes(state.config)
+    differences += Manifest.from_json(state.store).differences(run.reader.manifest)
+    drafter = run.drafter_config.to_json()
+    differences += [
+        f"{name} of the drafter is {drafter.get(name)}, the checkpoint has {value}"
+        for name, value in state.drafter.items()
+        if drafter.get(name) != value
+    ]
+    if differences:
+        raise InputError(
+            f"{checkpoint.path} cannot be resumed with these options: {'; '.join(differences)}. "
+            "Give the options the run began with, or another --run folder."
+        )
+    return checkpoint
+
+
+def make_drafter_config(config: TrainConfig, reader: StoreReader) -> DrafterConfig:
+    """The drafter of this run: from --drafter-config, checked against the store, else shaped like the target."""
+    manifest = reader.manifest
+    if config.drafter_config is None:
+        return DrafterConfig.from_target(
+            reader.target_config(),
+            manifest=manifest,
+            num_layers=config.num_layers,
+            block_size=config.block_size,
+            mask_token_id=resolve_mask_token(config.mask_token, manifest.vocab_size, reader.tokenizer_path()),
+        )
+    path = config.drafter_config
+    try:
+        drafter_config = DrafterConfig.from_json(json.loads(path.read_text()))
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"--drafter-config {path} cannot be read: {error}. Give a drafter's config.json in z-lab's format."
+        ) from error
+    if config.mask_token is not None:
+        mask_token_id = resolve_mask_token(config.mask_token, manifest.vocab_size, reader.tokenizer_path())
+        drafter_config = dataclasses.replace(drafter_config, mask_token_id=mask_token_id)
+    check_drafter(drafter_config, manifest, config.store, path)
+    return drafter_config
+
+
+def check_drafter(drafter_config: DrafterConfig, manifest: Manifest, store: Path, source: Path) -> None:
+    """Refuse a drafter made for other features than the store holds, naming both sides of every difference."""
+    store_values: dict[str, Any] = {
+        "target_layer_ids": list(manifest.target_layer_ids),
+        "num_target_layers": manifest.num_target_layers,
+        "hidden_size": manifest.hidden_size,
+        "vocab_size": manifest.vocab_size,
+        "input_embedding_scale": manifest.embedding_scale,
+        "output_multiplier": manifest.logit_scale,
+        "final_logit_softcapping": manifest.logit_softcap,
+    }
+    differences = []
+    for name, stored in store_values.items():
+        wanted = getattr(drafter_config, name)
+        wanted = list(wanted) if isinstance(wanted, tuple) else wanted
+        if wanted != stored:
+            differences.append(f"{name} of the store is {stored} but the drafter config has {wanted}")
+    if differences:
+        raise InputError(
+            f"{source} does not fit {store}: {'; '.join(differences)}. "
+            "Extract again with this target and these layers, or change --drafter-config."
+        )
+
+
+def resolve_mask_token(mask_token: int | str | None, vocab_size: int, tokenizer_path: Path) -> int:
+    """The id whose embedding row fills the block's open slots: an existing row that no text is tokenised to.
+
+    In this order: the id or text given; the tokenizer's own mask token; the first row that the tokenizer does not use.
+    Never pad or eos, which stand in the training text (algorithm: Qwen3's 151669 is such an unused row).
+    """
+    if isinstance(mask_token, str) and mask_token.isdecimal():
+        mask_token = int(mask_token)
+    if isinstance(mask_token, int):
+        if not 0 <= mask_token < vocab_size:
+            raise InputError(
+                f"--mask-token {mask_token} is no row of the embedding, which has {vocab_size} rows. "
+                f"Give an id from 0 to {vocab_size - 1} that the tokenizer does not use."
+            )
+        return mask_token
+    tokenizer = _load_tokenizer(tokenizer_path)
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    if mask_token is not None:
+        if mask_token not in vocabulary:
+            raise InputError(
+                f"--mask-token {mask_token!r} is no token of the store's tokenizer. Give the text of one token, or an "
+                f"id below {vocab_size}."
+            )
+        return vocabulary[mask_token]
+    if tokenizer.mask_token_id is not None:
+        return int(tokenizer.mask_token_id)
+    first_unused = max(len(tokenizer), max(vocabulary.values(), default=-1) + 1)
+    if first_unused < vocab_size:
+        return first_unused
+    raise InputError(
+        f"The tokenizer has no mask token and uses all {vocab_size} rows of the embedding. Give --mask-token: the id or "
+        "text of a token that never occurs in the data, such as a reserved one."
+    )
+
+
+def _load_tokenizer(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, ImportError) as error:
+        raise InputError(
+            f"The store's tokenizer in {path} cannot be loaded ({error}). Give --mask-token with the id of an unused "
+            "row of the embedding."
+        ) from error

@@ -1,0 +1,106 @@
+"""One rank: a process with one device. It joins the others, agrees with them on ledger and checkpoint, and trains.
+
+Rank 0 decides which segments the run trains on and which checkpoint it goes on from, and holds the run folder's lock.
+"""
+
+import json
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from dflash_train.errors import InputError
+from dflash_train.stage2_drafter.checkpoint import newest_checkpoint, prune_checkpoints
+from dflash_train.stage2_drafter.config import TrainConfig
+from dflash_train.stage2_drafter.preparation import check_resume, prepare_run
+from dflash_train.stage2_drafter.run_folder import read_ledger, rewind_metrics, run_lock, start_ledger
+
+RANK_FUNCTION = f"{__name__}.train_rank"
+
+
+def train_rank(
+    connection: Connection, config: TrainConfig, rank: int, world: int, device: str, rendezvous: str
+) -> None:
+    """Body of one rank's process: ("line", text) and ("done", stopped) go up the pipe, "stop" comes down."""
+    stop = threading.Event()  # nobody waits for it: the flag outlives the message
+
+    def stop_requested() -> bool:
+        while connection.poll():
+            connection.recv()  # the only message there is; a closed pipe raises, and the parent is gone
+            stop.set()
+        return stop.is_set()
+
+    def report(line: str) -> None:
+        connection.send(("line", line))
+
+    try:
+        connection.send(("done", run_rank(config, rank, world, device, rendezvous, report, stop_requested)))
+    except InputError as error:
+        connection.send(("input_error", str(error)))
+
+
+def run_rank(
+    config: TrainConfig,
+    rank: int,
+    world: int,
+    device_name: str,
+    rendezvous: str,
+    report: Callable[[str], None],
+    stop_requested: Callable[[], bool],
+) -> bool:
+    """Join the other ranks, agree on ledger and checkpoint, train; returns whether a stop signal ended it."""
+    from dflash_train.stage2_drafter.trainer import Rank, Trainer
+
+    device = torch.device(device_name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    with ExitStack() as stack:
+        if rank == 0:
+            stack.enter_context(run_lock(config.run))
+        if world > 1:
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            torch.distributed.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world)
+            stack.callback(torch.distributed.destroy_process_group)
+        agreed: dict[str, Any] = {}
+        if rank == 0:
+            prune_checkpoints(config.run, config.keep)
+            segments = read_ledger(config.run)
+            if segments is None:
+                segments = prepare_run(config).reader.segment_ids
+                start_ledger(config.run, segments)
+            newest = newest_checkpoint(config.run)
+            agreed = {"segments": segments, "checkpoint": None if newest is None else newest.path.name}
+        if world > 1:
+            agreed = _broadcast_json(agreed, device)
+        run = prepare_run(config, agreed["segments"])
+        trainer = Trainer(run, Rank(rank=rank, world=world, device=device), report, stop_requested)
+        checkpoint = check_resume(run)
+        if (None if checkpoint is None else checkpoint.path.name) != agreed["checkpoint"]:
+            raise InputError(
+                f"Rank {rank} sees another newest checkpoint in {config.run} than rank 0. "
+                "Use a run folder that all machines share."
+            )
+        if checkpoint is not None:
+            trainer.restore(checkpoint)
+        if rank == 0:
+            rewind_metrics(config.run, trainer.step)
+        stopped = trainer.train()
+        if world > 1:
+            torch.distributed.barrier()  # nobody leaves the group while rank 0 still saves
+        return stopped
+
+
+def _broadcast_json(values: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Rank 0's values on every rank, as JSON bytes: torch's own broadcast of objects would be a pickle."""
+    data = torch.tensor(list(json.dumps(values).encode()), dtype=torch.uint8, device=device)
+    size = torch.tensor([len(data)], device=device)
+    torch.distributed.broadcast(size, 0)
+    if torch.distributed.get_rank() != 0:
+        data = torch.empty(int(size), dtype=torch.uint8, device=device)
+    torch.distributed.broadcast(data, 0)
+    result: dict[str, Any] = json.loads(bytes(data.tolist()))
+    return result

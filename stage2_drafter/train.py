@@ -1,0 +1,207 @@
+"""`train`: check everything cheap, start one process a device, follow them, and end with one clear result.
+
+The parent computes nothing; it holds the terminal and the signals. Each rank is a fresh process with one device, a log
+file of its own and a pipe to the parent, over which the first rank's lines arrive as they are written. A stop signal
+goes to all ranks, which agree on the step to stop at. A rank that dies ends the run at once, with its log's last lines.
+Under torchrun every process calls `train` itself and is a rank.
+"""
+
+import secrets
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_train.errors import InputError
+from dflash_train.launch import (
+    Device,
+    Process,
+    ProcessGroup,
+    TorchrunPlace,
+    parse_devices,
+    start_processes,
+    torchrun_place,
+    with_compile_cache,
+)
+from dflash_train.stage2_drafter.checkpoint import Checkpoint, newest_checkpoint
+from dflash_train.stage2_drafter.config import TrainConfig
+from dflash_train.stage2_drafter.preparation import PreparedRun, check_resume, prepare_run
+from dflash_train.stage2_drafter.rank import RANK_FUNCTION, run_rank
+from dflash_train.stage2_drafter.run_folder import check_disk_space, read_ledger, run_lock
+
+Report = Callable[[str], None]
+_POLL_SECONDS = 0.2
+
+
+class RankDied(InputError):
+    """A process of the run ended before its work; the message has the last lines of its log."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """How a run of `train` ended."""
+
+    run: Path
+    step: int
+    """Optimizer steps taken since the run folder was new."""
+    total_steps: int
+    stopped: bool
+    """Whether a stop signal ended it before the last step."""
+    checkpoint: Path
+    """The newest checkpoint."""
+    evaluation: dict[str, Any] | None
+    """Held-out evaluation recorded in that checkpoint."""
+
+
+def train(config: TrainConfig, report: Report = print) -> TrainResult:
+    """Train a drafter, or go on with the run in config.run; `report` gets one plain line at a time.
+
+    Raises InputError (and StoreError) for bad input, RankDied where a process died. A first SIGINT or SIGTERM stops
+    after the step under way, with a checkpoint; a second SIGINT stops at once.
+    """
+    place = torchrun_place()
+    if place is not None:
+        return _train_under_torchrun(config, place, report if place.rank == 0 else lambda line: None)
+    devices = parse_devices(config.devices)
+    with run_lock(config.run):  # only to refuse early: the first rank holds it while it trains
+        run = prepare_run(config, read_ledger(config.run))
+        checkpoint = check_resume(run)
+        check_disk_space(config.run, _num_parameters(run), config.keep)
+    if checkpoint is not None and checkpoint.step >= run.total_steps:
+        report(f"the run is complete at step {checkpoint.step}; give more --steps or --epochs to go on")
+        return _result(config, run.total_steps, stopped=False)
+    _describe(run, checkpoint, devices, report)
+    stopped = _follow(config, devices, report)
+    result = _result(config, run.total_steps, stopped)
+    if stopped:
+        report(f"stopped at step {result.step} of {result.total_steps}; run again to go on")
+    return result
+
+
+def _follow(config: TrainConfig, devices: list[Device], report: Report) -> bool:
+    """Start the ranks and pass on what they say until all have ended; returns whether they were stopped."""
+    world = len(devices)
+    rendezvous = config.run.resolve() / f".rendezvous-{secrets.token_hex(4)}"
+    arguments = [
+        {
+            "config": config,
+            "rank": rank,
+            "world": world,
+            "device": device.torch_device,
+            "rendezvous": rendezvous.as_uri(),
+        }
+        for rank, device in enumerate(devices)
+    ]
+    caches = [
+        with_compile_cache(device, config.run.resolve() / "compile-cache" / f"rank-{rank}")
+        for rank, device in enumerate(devices)
+    ]
+    stopped = False
+    try:
+        with (
+            start_processes(RANK_FUNCTION, arguments, caches, config.run / "logs", "rank") as group,
+            _stop_signal() as stop,
+        ):
+            told = False
+            while group.running:
+                for process, message in group.wait(_POLL_SECONDS):
+                    if message is None:
+                        _check_end(process, group)
+                    elif message[0] == "line":
+                        report(message[1])
+                    elif message[0] == "input_error":
+                        raise InputError(message[1])
+                    else:
+                        stopped = bool(message[1])
+                if stop.is_set() and not told:
+                    told = True
+                    report("stopping after the step under way; once more to stop at once")
+                    for process in group.running:
+                        process.send("stop")
+    finally:
+        rendezvous.unlink(missing_ok=True)
+    return stopped
+
+
+def _check_end(process: Process, group: ProcessGroup) -> None:
+    """Raise RankDied, which stops the other ranks, where a rank ended with a failure."""
+    if process.popen.poll() == 0:
+        return
+    for other, message in group.wait(0.5):  # a rank that lost its peer fails too; what it says first is not the cause
+        if message is not None and message[0] == "input_error":
+            raise InputError(message[1])
+        del other
+    raise RankDied(f"Rank {process.index} died, and the run with it: {process.describe_end()}. Run again to go on.")
+
+
+@contextmanager
+def _stop_signal() -> Iterator[threading.Event]:
+    """An event that the first SIGINT or SIGTERM sets; a second SIGINT raises KeyboardInterrupt as usual."""
+    stop = threading.Event()
+
+    def handle(number: int, frame: Any) -> None:
+        if stop.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _train_under_torchrun(config: TrainConfig, place: TorchrunPlace, report: Report) -> TrainResult:
+    """Be one rank of those that torchrun started; the rendezvous is torchrun's."""
+    import torch
+
+    device = f"cuda:{place.local_rank}" if torch.cuda.is_available() else "cpu"
+    with _stop_signal() as stop:
+        stopped = run_rank(config, place.rank, place.world, device, "env://", report, stop.is_set)
+    total = prepare_run(config, read_ledger(config.run)).total_steps
+    result = _result(config, total, stopped)
+    if stopped:
+        report(f"stopped at step {result.step} of {result.total_steps}; run again to go on")
+    return result
+
+
+def _num_parameters(run: PreparedRun) -> int:
+    from dflash_train.stage2_drafter.drafter import Drafter
+
+    return sum(parameter.numel() for parameter in Drafter(run.drafter_config, seed=None).parameters())
+
+
+def _describe(run: PreparedRun, checkpoint: Checkpoint | None, devices: list[Device], report: Report) -> None:
+    config, reader = run.config, run.reader
+    total = len(reader.samples)
+    report(
+        f"{run.num_training} samples to train on and {total - run.num_training} held out, in rows of "
+        f"{config.row_tokens} tokens with {config.anchors} anchors; {run.total_steps} steps of {config.rows_per_step} "
+        f"rows on {', '.join(device.label for device in devices)}; mask token {run.drafter_config.mask_token_id}"
+    )
+    newer = len(type(reader)(reader.path).segment_ids) - len(reader.segment_ids)
+    if newer:
+        report(f"{newer} segments came into the store after this run began; it goes on with those it began with")
+    if devices[0].torch_device == "cpu":
+        report("on the CPU attention is dense, in fp32: for tests and small runs")
+    if checkpoint is not None:
+        report(f"going on from {checkpoint.path}")
+        if devices[0].torch_device != "cpu" and not (config.run / "compile-cache").exists():
+            report("no compile cache in the run folder: kernels are compiled again, and last bits may differ")
+
+
+def _result(config: TrainConfig, total_steps: int, stopped: bool) -> TrainResult:
+    checkpoint = newest_checkpoint(config.run)
+    assert checkpoint is not None, "training ends with a checkpoint"
+    return TrainResult(
+        run=config.run,
+        step=checkpoint.step,
+        total_steps=total_steps,
+        stopped=stopped,
+        checkpoint=checkpoint.path,
+        evaluation=checkpoint.state().evaluation,
+    )

@@ -1,0 +1,336 @@
+"""The training loop of one rank: rows in, optimizer steps out, all ranks in lock-step.
+
+A step is R rows, one forward and backward each. What the ranks must agree on (the loss's denominator Σ w, the stop
+signal, rows that are not finite) travels in one all-reduce after the last row, so they also skip, stop and save at the
+same step. Embedding and head are the target's: plain tensors beside the module, never parameters, never saved.
+
+Symbols: S tokens of a row, F features per token, A anchors, K block size, N counted slots, H hidden size, V vocabulary.
+"""
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dflash_train.errors import InputError
+from dflash_train.stage2_drafter.checkpoint import (
+    Checkpoint,
+    TrainerState,
+    load_masters,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from dflash_train.stage2_drafter.compiled import CompiledDrafter
+from dflash_train.stage2_drafter.drafter import Drafter
+from dflash_train.stage2_drafter.loss import block_weights, dpace_weights, frozen_head_cross_entropy, weighted_loss
+from dflash_train.stage2_drafter.metrics import MetricsLog, StepNumbers, StepSums, format_evaluation, format_step
+from dflash_train.stage2_drafter.optimizer import (
+    gradient_norm,
+    learning_rate,
+    load_optimizer_tensors,
+    make_optimizer,
+    optimizer_tensors,
+    scale_and_clip,
+    set_learning_rate,
+)
+from dflash_train.stage2_drafter.preparation import PreparedRun
+from dflash_train.stage2_drafter.row_loader import Row, RowBuffer, RowBuilder, RowLoader
+from dflash_train.stage2_drafter.rows import RowKey
+
+RANDOM_RULE = "rows: (seed, 0, epoch); anchors: (seed, 1, epoch, row, held out); first weights: seed"
+_NAMED_SAMPLES = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """Which of the run's processes this is, and its device."""
+
+    rank: int = 0
+    world: int = 1
+    device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
+
+
+class Trainer:
+    """One rank. report gets one plain line at a time, on rank 0 alone; stop_requested is asked once a step."""
+
+    def __init__(
+        self, run: PreparedRun, rank: Rank, report: Callable[[str], None], stop_requested: Callable[[], bool]
+    ) -> None:
+        self.run, self.config, self.rank = run, run.config, rank
+        self.report = report if rank.rank == 0 else lambda line: None
+        self.stop_requested = stop_requested
+        self.drafter = Drafter(run.drafter_config, seed=self.config.seed)
+        self.compiled = CompiledDrafter(
+            self.drafter, device=rank.device, row_tokens=self.config.row_tokens, num_anchors=self.config.anchors
+        )
+        self.named = list(self.drafter.named_parameters())
+        self.parameters = [parameter for _, parameter in self.named]
+        self.optimizer = make_optimizer(self.named, self.config)
+        dtype = self.compiled.compute_dtype
+        self.embed_tokens = run.reader.frozen_embed_tokens().to(rank.device, dtype)
+        tied = run.reader.manifest.tied_embeddings
+        self.lm_head = self.embed_tokens if tied else run.reader.frozen_lm_head().to(rank.device, dtype)
+        self.channel_scale = torch.from_numpy(run.reader.channel_scale.copy()).to(rank.device)
+        self.model: torch.nn.Module = self.compiled
+        if rank.world > 1:
+            self.model = _distribute(self.compiled, rank)
+        self.builder = RowBuilder(
+            reader=run.reader,
+            row_tokens=self.config.row_tokens,
+            num_anchors=self.config.anchors,
+            block_size=run.drafter_config.block_size,
+            mask_token_id=run.drafter_config.mask_token_id,
+            seed=self.config.seed,
+            sources=(run.schedule, run.holdout),
+        )
+        on_cuda = rank.device.type == "cuda"
+        self._copies = torch.cuda.Stream(rank.device) if on_cuda else None  # type: ignore[no-untyped-call]
+        self._evaluation_buffers: list[RowBuffer] = []
+        self._bad_steps = 0
+        self.step = 0
+        self.evaluation: dict[str, Any] | None = None
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint: masters, moments and the step; everything random follows from these."""
+        load_masters(self.named, checkpoint.masters(), checkpoint.path)
+        load_optimizer_tensors(self.optimizer, self.named, checkpoint.optimizer())
+        self.step = checkpoint.step
+
+    def save(self) -> Checkpoint | None:
+        """Write a checkpoint and drop old ones, on rank 0; the others go on and wait at the next step's all-reduce."""
+        if self.rank.rank != 0:
+            return None
+        manifest = self.run.reader.manifest
+        state = TrainerState(
+            step=self.step,
+            config=self.config.to_json(),
+            drafter=self.run.drafter_config.to_json(),
+            store=manifest.to_json(),
+            segments=list(self.run.reader.segment_ids),
+            total_steps=self.run.total_steps,
+            random_state={"seed": self.config.seed, "rule": RANDOM_RULE},
+            versions={"torch": torch.__version__, "numpy": np.__version__},
+            evaluation=self.evaluation,
+        )
+        checkpoint = save_checkpoint(
+            self.config.run,
+            state=state,
+            masters=dict(self.named),
+            optimizer=optimizer_tensors(self.optimizer, self.named),
+            encoding=self.run.reader.encoding,
+            channel_scale=self.channel_scale,
+        )
+        prune_checkpoints(self.config.run, self.config.keep)
+        self.report(f"saved {checkpoint.path}")
+        return checkpoint
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def train(self) -> bool:
+        """Run until the last step or a stop signal; returns whether it was stopped. Saves where it ends."""
+        config, total = self.config, self.run.total_steps
+        log = MetricsLog(config.run, self.step) if self.rank.rank == 0 else None
+        stopped, saved = False, self.step if self.step else -1
+        if self.step < total:
+            self._warm_up()
+        buffers = [self._buffer() for _ in range(config.read_ahead if self.step < total else 0)]
+        with RowLoader(self.builder, self._keys(), buffers) as loader:
+            rows = iter(loader)
+            while self.step < total and not stopped:
+                values, stopped = self._train_step(loader, rows)
+                if log is not None:
+                    log.write("train", self.step, values)
+                if self.step % config.log_every == 0 or self.step in (1, total):
+                    self.report(format_step(self.step, total, values))
+                self.evaluation = None
+                saving = self.step == total or self.step % config.save_every == 0
+                if not stopped and (saving or self.step % config.evaluate_every == 0):
+                    self.evaluation = self.evaluate()
+                    if self.evaluation is not None:
+                        if log is not None:
+                            log.write("evaluation", self.step, self.evaluation)
+                        self.report(format_evaluation(self.step, self.evaluation))
+                if saving or stopped:
+                    self.save()
+                    saved = self.step
+        if saved != self.step:  # no step was taken: the untrained drafter
+            self.save()
+        if log is not None:
+            log.close()
+        return stopped and self.step < total
+
+    def _train_step(self, loader: RowLoader, rows: Iterator[Row]) -> tuple[dict[str, Any], bool]:
+        """One optimizer step; returns what metrics.jsonl gets, and whether all ranks stop here."""
+        rank, config = self.rank, self.config
+        began, waited = time.perf_counter(), loader.wait_seconds
+        turns = -(-config.rows_per_step // rank.world)
+        sums = StepSums(self.compiled.block_size, turns * rank.world, rank.device)
+        for turn in range(turns):
+            row = next(rows)
+            last = turn == turns - 1
+            if len(row.slots) or last:  # the last one reduces the gradients, and so always runs, on every rank
+                synchronised = last or rank.world == 1
+                with contextlib.nullcontext() if synchronised else self.model.no_sync():  # type: ignore[operator]
+                    torch.autograd.backward(self._row_loss(self.model, row, turn * rank.world + rank.rank, sums))
+            sums.add("tokens", row.num_tokens)
+            loader.release(row.buffer)
+        norm = gradient_norm(self.parameters)
+        sums.add("bad", (~torch.isfinite(norm)).double())
+        sums.add("wait_seconds", loader.wait_seconds - waited)
+        sums.add("stop", float(self.stop_requested()))
+        numbers = sums.reduced(rank.world)
+        lr = learning_rate(self.step, self.run.total_steps, config)
+        finite = numbers.bad == 0 and not numbers.bad_rows and math.isfinite(numbers.weighted_loss)
+        scaled_norm: float | None = None
+        if finite and numbers.weight > 0:
+            # DDP gave the mean over ranks of Σ w·∇CE; the step's gradient is their sum over Σ w of all ranks.
+            scaled_norm = scale_and_clip(self.parameters, float(norm), rank.world / numbers.weight, config.clip)
+            set_learning_rate(self.optimizer, lr)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._count_bad_step(finite, numbers)
+        self.step += 1
+        seconds = time.perf_counter() - began
+        values = {
+            **numbers.quality(),
+            "lr": lr,
+            "gradient_norm": scaled_norm,
+            "skipped": None if scaled_norm is not None else "not finite" if not finite else "no label",
+            "slots": int(numbers.slots),
+            "tokens": int(numbers.tokens),
+            "tokens_per_second": numbers.tokens / seconds,
+            "wait_share": numbers.wait_seconds / (rank.world * seconds),
+        }
+        return values, numbers.stop > 0
+
+    def _row_loss(self, model: torch.nn.Module, row: Row, place: int, sums: StepSums) -> Tensor:
+        """Forward of one row: Σ w·CE over its counted slots, a scalar with a graph even where there is no slot."""
+        device, config, drafter_config = self.rank.device, self.config, self.run.drafter_config
+        with self._uploading() as upload:
+            stored = upload(row.buffer.features)
+            scales = None if row.buffer.scales is None else upload(row.buffer.scales)
+            arrays = (row.positions, row.blocks.noise_ids, row.blocks.noise_positions, row.blocks.start)
+            positions, noise_ids, noise_positions, start = (upload(torch.from_numpy(array)) for array in arrays)
+            anchor, label_mask = (upload(torch.from_numpy(a)) for a in (row.blocks.anchor, row.blocks.label_mask))
+            slots, labels = upload(torch.from_numpy(row.slots)), upload(torch.from_numpy(row.labels))
+        features = self.run.reader.encoding.decode(stored, scales, self.channel_scale, self.compiled.compute_dtype)
+        noise = self.embed_tokens[noise_ids.reshape(-1)] * drafter_config.input_embedding_scale
+        hidden = model(features, positions, noise, noise_positions, start, anchor)
+        counted = hidden.index_select(0, slots)
+        loss = frozen_head_cross_entropy(
+            counted.detach(),
+            self.lm_head,
+            labels,
+            multiplier=drafter_config.output_multiplier,
+            softcap=drafter_config.final_logit_softcapping,
+        )
+        if config.loss == "dpace":
+            ce = torch.zeros(label_mask.shape, dtype=torch.float32, device=device)
+            ce.view(-1)[slots] = loss.ce
+            weights = dpace_weights(ce, label_mask, config.dpace_alpha)
+        else:
+            weights = block_weights(label_mask, config.gamma_for(drafter_config.block_size))
+        row_weights = weights.reshape(-1)[slots]
+        sums.add_row(place, loss.ce, loss.correct, row_weights, slots, label_mask)
+        return weighted_loss(counted, loss.dhidden, loss.ce, row_weights)
+
+    @contextlib.contextmanager
+    def _uploading(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Copies to the device on a stream of their own, so that they run under the previous row's kernels.
+
+        The host waits for the copies alone; then the row's buffer may be filled again.
+        """
+        if self._copies is None:
+            yield lambda tensor: tensor
+            return
+        used, copied = torch.cuda.current_stream(self.rank.device), []
+
+        def upload(tensor: Tensor) -> Tensor:
+            copied.append(tensor.to(self.rank.device, non_blocking=True))
+            return copied[-1]
+
+        with torch.cuda.stream(self._copies):
+            yield upload
+        self._copies.synchronize()
+        for tensor in copied:
+            tensor.record_stream(used)
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, Any] | None:
+        """The held-out rows, the same ones with the same anchors each time; None where nothing is held out."""
+        if not self.run.holdout.rows:
+            return None
+        keys = self.run.holdout.rank_keys(self.rank.rank, self.rank.world)
+        sums = StepSums(self.compiled.block_size, len(keys) * self.rank.world, self.rank.device)
+        if not self._evaluation_buffers:
+            self._evaluation_buffers = [self._buffer(), self._buffer()]
+        with RowLoader(self.builder, keys, self._evaluation_buffers) as loader:
+            for turn, row in enumerate(loader):
+                if len(row.slots):
+                    self._row_loss(self.compiled, row, turn * self.rank.world + self.rank.rank, sums)
+                loader.release(row.buffer)
+        return {**sums.reduced(self.rank.world).quality(), "rows": len(self.run.holdout.rows)}
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _keys(self) -> Iterator[RowKey | None]:
+        for step in range(self.step, self.run.total_steps):
+            yield from self.run.schedule.step_keys(step, self.config.rows_per_step, self.rank.rank, self.rank.world)
+
+    def _buffer(self) -> RowBuffer:
+        return RowBuffer.allocate(self.run.reader, self.config.row_tokens, pinned=self._copies is not None)
+
+    def _warm_up(self) -> None:
+        """One whole step on a real row, and one evaluation, so that everything is compiled before anything is counted."""
+        row = self.builder.build(self.run.schedule.key(0), self._buffer())
+        sums = StepSums(self.compiled.block_size, 1, self.rank.device)
+        self.compiled.warm_up(
+            step=lambda: torch.autograd.backward(self._row_loss(self.model, row, 0, sums)),
+            evaluate=(lambda: self._row_loss(self.compiled, row, 0, sums)) if self.run.holdout.rows else None,
+        )
+        self.report(self.compiled.summary())
+
+    def _count_bad_step(self, finite: bool, numbers: StepNumbers) -> None:
+        """Count steps in a row that were skipped as not finite; raise InputError with the samples' ids at the limit."""
+        self._bad_steps = 0 if finite else self._bad_steps + 1
+        if self._bad_steps < self.config.bad_step_limit:
+            return
+        places = numbers.bad_rows or range(self.config.rows_per_step)
+        keys = [self.run.schedule.key(self.step * self.config.rows_per_step + place) for place in places]
+        ids = [
+            f"{int(self.run.reader.samples['id'][index]):016x}"
+            for key in keys
+            if key is not None
+            for index in self.run.schedule.samples(key).tolist()
+        ]
+        more = f" and {len(ids) - _NAMED_SAMPLES} more" if len(ids) > _NAMED_SAMPLES else ""
+        raise InputError(
+            f"{'The loss' if numbers.bad_rows else 'The gradient'} was not finite in {self._bad_steps} steps in a row, "
+            f"the last of them step {self.step + 1}, with samples {', '.join(ids[:_NAMED_SAMPLES])}{more}. Look at them "
+            "with `dflash inspect-store --sample`, or lower --lr; the run goes on from its last checkpoint."
+        )
+
+
+def _distribute(compiled: CompiledDrafter, rank: Rank) -> torch.nn.parallel.DistributedDataParallel:
+    """Data parallelism with bf16 reduction on CUDA; gradients live in the buckets, which saves 4 bytes a parameter."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    torch._dynamo.config.optimize_ddp = False  # per thread since torch 2.12, and this is the thread that compiles
+    model = torch.nn.parallel.DistributedDataParallel(
+        compiled,
+        device_ids=[rank.device.index or 0] if rank.device.type == "cuda" else None,
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+    )
+    if rank.device.type == "cuda":
+        model.register_comm_hook(None, bf16_compress_hook)
+    return model
