@@ -73,12 +73,13 @@ def forbid_dense_flex() -> Callable[[], None]:
     refused: a lock that is silently absent is worse than none.
     """
     from torch._C import DispatchKey
-    from torch._higher_order_ops import flex_attention as module
+    from torch._higher_order_ops.flex_attention import flex_attention as forward_operator
+    from torch._higher_order_ops.flex_attention import flex_attention_backward as backward_operator
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(_DENSE_FLEX.format(how="compiled with a backend that does not fuse it"))
 
-    operators: list[Any] = [module.flex_attention, module.flex_attention_backward]
+    operators: list[Any] = [forward_operator, backward_operator]
     key: Any = DispatchKey.CompositeExplicitAutograd
     saved: list[Any] = []
     for operator in operators:
@@ -349,9 +350,9 @@ def _compile_reasons() -> str:
     """What was compiled, newest last, from torch's own records."""
     from torch._dynamo.utils import get_compilation_metrics
 
-    records = [
-        f"{getattr(record, 'co_name', None)} {getattr(record, 'recompile_reason', None) or 'first time'}"
-        for record in get_compilation_metrics()
-        if getattr(record, "co_name", None)
-    ]
+    records = []
+    for record in get_compilation_metrics():
+        reason = (getattr(record, "recompile_reason", None) or "first time").splitlines()[0].strip()
+        if getattr(record, "co_name", None):
+            records.append(f"{record.co_name} ({reason})")
     return "; ".join(records[-8:]) or "no record"

@@ -1,0 +1,221 @@
+"""A tiny drafter and packed rows of random tokens and features, made on the spot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_train.stage2_drafter.blocks import Blocks, document_positions, make_blocks, sample_anchors
+from dflash_train.stage2_drafter.config import TrainConfig
+from dflash_train.stage2_drafter.drafter import DrafterConfig
+from dflash_train.store.creation import FrozenTarget, create_store
+from dflash_train.store.encoding import make_encoding
+from dflash_train.store.manifest import Manifest, hash_calibration, hash_id
+from dflash_train.store.segment import SegmentWriter
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass
+class PackedRow:
+    """What one training step sees: S tokens, A anchors; `table` is the target's embedding and, tied, its head."""
+
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    document_ids: np.ndarray
+    blocks: Blocks
+    features: Tensor
+    table: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def noise(self, table: Tensor | None = None) -> Tensor:
+        table = self.table if table is None else table
+        return table[torch.from_numpy(self.blocks.noise_ids).flatten()]
+
+    def inputs(self, device: str = "cpu") -> tuple[Tensor, ...]:
+        """The arguments of CompiledDrafter.forward."""
+        positions = torch.from_numpy(document_positions(self.document_ids))
+        tensors = (
+            self.features,
+            positions,
+            self.noise(),
+            torch.from_numpy(self.blocks.noise_positions),
+            torch.from_numpy(self.blocks.start),
+            torch.from_numpy(self.blocks.anchor),
+        )
+        return tuple(tensor.to(device) for tensor in tensors)
+
+
+@pytest.fixture
+def make_config() -> Callable[..., DrafterConfig]:
+    def make(**changes: Any) -> DrafterConfig:
+        values: dict[str, Any] = {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "vocab_size": 61,
+            "block_size": 4,
+            "mask_token_id": 60,
+            "target_layer_ids": (1, 3),
+            "num_target_layers": 6,
+        }
+        return DrafterConfig(**(values | changes))
+
+    return make
+
+
+@pytest.fixture
+def make_row() -> Callable[..., PackedRow]:
+    def make(
+        config: DrafterConfig,
+        lengths: Sequence[int] = (17, 3, 1, 22),
+        row_tokens: int = 48,
+        num_anchors: int = 12,
+        seed: int = 0,
+        supervised: float = 0.7,
+    ) -> PackedRow:
+        rng = np.random.default_rng(seed)
+        document_ids = np.full(row_tokens, -1, dtype=np.int32)
+        document_ids[: sum(lengths)] = np.repeat(np.arange(len(lengths)), lengths)
+        loss_mask = ((rng.random(row_tokens) < supervised) & (document_ids >= 0)).astype(np.uint8)
+        token_ids = rng.integers(0, config.mask_token_id, row_tokens).astype(np.int32)
+        anchor, valid = sample_anchors(loss_mask, document_ids, num_anchors, rng)
+        blocks = make_blocks(token_ids, loss_mask, document_ids, anchor, valid, config.block_size, config.mask_token_id)
+        generator = torch.Generator().manual_seed(seed)
+        return PackedRow(
+            token_ids,
+            loss_mask,
+            document_ids,
+            blocks,
+            torch.randn(row_tokens, config.num_taps * config.hidden_size, generator=generator),
+            torch.randn(config.vocab_size, config.hidden_size, generator=torch.Generator().manual_seed(99)),
+        )
+
+    return make
+
+
+TINY_TARGET = dict(
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=32,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    rope_theta=10000.0,
+    rms_norm_eps=1e-6,
+)
+
+
+@pytest.fixture
+def make_store(tmp_path: Path) -> Callable[..., Path]:
+    """A store of a made-up target whose text can be learned: every conversation steps through a cycle of 48 tokens."""
+
+    def make(
+        name: str = "tiny.zarr",
+        lengths: Sequence[int] = (23, 31, 9, 40, 17, 28, 12, 36),
+        encoding_name: str = "bf16",
+        segment_samples: int = 5,
+        supervised: bool = True,
+        tied: bool = True,
+        files: dict[str, bytes] | None = None,
+    ) -> Path:
+        path = tmp_path / name
+        vocab_size, hidden_size, layer_ids = 64, 16, (1, 3)
+        encoding = make_encoding(encoding_name, len(layer_ids), hidden_size)
+        rng = np.random.default_rng(5)
+        table = rng.standard_normal((vocab_size, hidden_size)).astype(np.float32)
+        head = None if tied else rng.standard_normal((vocab_size, hidden_size)).astype(np.float32)
+        channel_scale = np.exp(rng.standard_normal(encoding.num_features)).astype(np.float32)
+        manifest = Manifest(
+            target_name="tiny",
+            target_revision=None,
+            target_config_hash="0" * 16,
+            weights_fingerprint="1" * 16,
+            target_dtype="float32",
+            quantization=None,
+            tokenizer_hash="2" * 16,
+            chat_template_hash="3" * 16,
+            target_layer_ids=layer_ids,
+            num_target_layers=6,
+            hidden_size=hidden_size,
+            vocab_size=vocab_size,
+            tied_embeddings=tied,
+            embedding_scale=1.0,
+            logit_scale=1.0,
+            logit_softcap=None,
+            encoding=encoding_name,
+            rank=None,
+            calibration_hash=hash_calibration(channel_scale),
+        )
+        frozen = FrozenTarget(
+            embed_tokens=table, lm_head=head, dtype_view=None, config=dict(TINY_TARGET), files=files or {}
+        )
+        create_store(path, manifest, channel_scale, frozen)
+        mixing = rng.standard_normal((hidden_size, encoding.num_features)).astype(np.float32)
+        writer = SegmentWriter(path, encoding, {"source": "made up"})
+        for index, length in enumerate(lengths):
+            token_ids = ((np.arange(length) * (1 + index % 3) + index) % 48).astype(np.int32)
+            loss_mask = np.zeros(length, dtype=np.uint8)
+            loss_mask[min(3, length - 1) :] = supervised
+            states = torch.from_numpy(table[token_ids] @ mixing * channel_scale)
+            features, scales = encoding.encode(states, torch.from_numpy(channel_scale))
+            writer.append(
+                1000 + index,
+                hash_id(f"group {index // 2}".encode()),
+                token_ids,
+                loss_mask,
+                features.numpy().view(encoding.storage_dtype),
+                None if scales is None else scales.numpy(),
+            )
+            if writer.num_samples == segment_samples:
+                writer.commit()
+                writer = SegmentWriter(path, encoding, {"source": "made up"})
+        writer.commit()
+        return path
+
+    return make
+
+
+@pytest.fixture
+def make_train_config(tmp_path: Path) -> Callable[..., TrainConfig]:
+    """Options of a run of seconds over `make_store`."""
+
+    def make(store: Path, run: str = "run", **options: Any) -> TrainConfig:
+        values: dict[str, Any] = dict(
+            devices="cpu",
+            num_layers=2,
+            block_size=4,
+            mask_token=63,
+            row_tokens=64,
+            anchors=12,
+            rows_per_step=2,
+            steps=6,
+            lr=3e-3,
+            holdout=0.2,
+            evaluate_every=3,
+            save_every=4,
+            log_every=1,
+            seed=3,
+        )
+        return TrainConfig(store=store, run=tmp_path / run, **(values | options))
+
+    return make

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+from dflash_train.stage2_drafter.blocks import (
+    anchor_candidates,
+    block_mask_mod,
+    dense_block_mask,
+    document_positions,
+    document_starts,
+    make_blocks,
+    sample_anchors,
+)
+
+
+def random_row(seed, num_tokens=50):
+    rng = np.random.default_rng(seed)
+    document_ids = np.sort(rng.integers(0, 6, num_tokens)).astype(np.int32)
+    document_ids[int(rng.integers(num_tokens - 8, num_tokens + 1)) :] = -1
+    loss_mask = ((rng.random(num_tokens) < 0.6) & (document_ids >= 0)).astype(np.uint8)
+    return rng, rng.integers(0, 90, num_tokens), loss_mask, document_ids
+
+
+def test_positions_are_counted_from_the_start_of_the_document():
+    document_ids = np.array([0, 0, 0, 1, 2, 2, -1, -1], dtype=np.int32)
+    assert document_starts(document_ids).tolist() == [0, 0, 0, 3, 4, 4, 6, 6]
+    assert document_positions(document_ids).tolist() == [0, 1, 2, 0, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_candidates_are_counted_tokens_with_a_counted_successor_in_their_document(seed):
+    _, _, loss_mask, document_ids = random_row(seed)
+    expected = [
+        a
+        for a in range(len(loss_mask) - 1)
+        if loss_mask[a] and loss_mask[a + 1] and document_ids[a] == document_ids[a + 1] >= 0
+    ]
+    assert anchor_candidates(loss_mask, document_ids).tolist() == expected
+
+
+def test_anchors_are_ascending_distinct_and_follow_the_generator():
+    _, _, loss_mask, document_ids = random_row(3, num_tokens=200)
+    draws = [sample_anchors(loss_mask, document_ids, 5, np.random.default_rng(seed)) for seed in (1, 1, 2)]
+    anchor, valid = draws[0]
+    assert anchor.dtype == np.int32 and valid.all()
+    assert (np.diff(anchor) > 0).all()
+    assert np.isin(anchor, anchor_candidates(loss_mask, document_ids)).all()
+    assert anchor.tolist() == draws[1][0].tolist() != draws[2][0].tolist()
+
+
+def test_every_candidate_is_drawn_equally_often():
+    _, _, loss_mask, document_ids = random_row(4)
+    candidates = anchor_candidates(loss_mask, document_ids)
+    rng = np.random.default_rng(0)
+    counts = sum(np.bincount(sample_anchors(loss_mask, document_ids, 4, rng)[0], minlength=50) for _ in range(3000))
+    share = counts[candidates] / 3000
+    expected = 4 / len(candidates)
+    assert np.abs(share - expected).max() < 5 * np.sqrt(expected / 3000)
+
+
+def test_missing_anchors_are_dummies_at_the_end():
+    loss_mask = np.array([0, 1, 1, 1, 0, 0, 0], dtype=np.uint8)
+    anchor, valid = sample_anchors(loss_mask, np.zeros(7, dtype=np.int32), 5, np.random.default_rng(0))
+    assert anchor.tolist() == [1, 2, 0, 0, 0]
+    assert valid.tolist() == [True, True, False, False, False]
+
+
+def test_labels_are_the_tokens_of_the_slots_own_positions():
+    """algorithm.md 5.5: S = 10, K = 4; a = 3 is whole, a = 7 has m[9] = 0 and runs out of the row."""
+    token_ids = np.arange(100, 110)
+    loss_mask = np.ones(10, dtype=np.uint8)
+    loss_mask[9] = 0
+    blocks = make_blocks(
+        token_ids, loss_mask, np.zeros(10, np.int32), np.array([3, 7], np.int32), np.array([True, True]), 4, 999
+    )
+    assert blocks.noise_ids.tolist() == [[103, 999, 999, 999], [107, 999, 999, 999]]
+    assert blocks.label_mask.tolist() == [[False, True, True, True], [False, True, False, False]]
+    assert blocks.labels.tolist() == [[0, 104, 105, 106], [0, 108, 0, 0]]
+    assert blocks.noise_positions.tolist() == [[3, 4, 5, 6], [7, 8, 9, 10]]
+    mask = dense_block_mask(torch.tensor(blocks.start), torch.tensor(blocks.anchor), 10, 4)
+    assert mask[0, :10].nonzero().flatten().tolist() == [0, 1, 2]
+
+
+def test_labels_after_an_uncounted_one_do_not_count():
+    loss_mask = np.array([0, 1, 1, 0, 1, 1, 1, 1], dtype=np.uint8)
+    blocks = make_blocks(
+        np.arange(8), loss_mask, np.zeros(8, np.int32), np.array([1], np.int32), np.array([True]), 6, 99
+    )
+    assert blocks.label_mask.tolist() == [[False, True, False, False, False, False]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_match_a_loop(seed):
+    rng, token_ids, loss_mask, document_ids = random_row(seed)
+    size = int(rng.integers(2, 9))
+    anchor, valid = sample_anchors(loss_mask, document_ids, 20, rng)
+    blocks = make_blocks(token_ids, loss_mask, document_ids, anchor, valid, size, 91)
+    for n in range(20):
+        a = int(blocks.anchor[n])
+        if not valid[n]:
+            assert a == blocks.start[n] == 0 and not blocks.label_mask[n].any()
+            continue
+        assert blocks.start[n] == np.flatnonzero(document_ids == document_ids[a])[0]
+        open_run = True
+        for k in range(size):
+            assert blocks.noise_positions[n, k] == a - blocks.start[n] + k
+            same = a + k < len(token_ids) and document_ids[a + k] == document_ids[a]
+            if k:
+                open_run = open_run and same and bool(loss_mask[a + k])
+                assert blocks.label_mask[n, k] == open_run
+                assert blocks.labels[n, k] == (token_ids[a + k] if open_run else 0)
+        assert blocks.label_mask[n, 1]
+
+
+def visible(start, anchor, num_tokens, size, window, causal, query, key):
+    """The rule of algorithm.md 5.2 and 2.6 for one pair."""
+    n, k = divmod(query, size)
+    if key < num_tokens:
+        if not start[n] <= key < anchor[n]:
+            return False
+        return window is None or anchor[n] + k - key < window
+    m, j = divmod(key - num_tokens, size)
+    if m != n or (causal and j > k):
+        return False
+    return window is None or abs(k - j) < window
+
+
+@pytest.mark.parametrize("window, causal", [(None, False), (None, True), (5, False), (5, True), (2, False)])
+def test_block_mask_matches_the_rule_pair_by_pair(window, causal):
+    rng, token_ids, loss_mask, document_ids = random_row(7, num_tokens=23)
+    size, num_anchors, num_tokens = 4, 7, 23
+    anchor, valid = sample_anchors(loss_mask, document_ids, num_anchors, rng)
+    anchor[-1], valid[-1] = 0, False
+    blocks = make_blocks(token_ids, loss_mask, document_ids, anchor, valid, size, 91)
+    start, anchor = torch.from_numpy(blocks.start), torch.from_numpy(blocks.anchor)
+    queries, keys = num_anchors * size, num_tokens + num_anchors * size
+    expected = torch.tensor(
+        [[visible(start, anchor, num_tokens, size, window, causal, q, k) for k in range(keys)] for q in range(queries)]
+    )
+    dense = dense_block_mask(start, anchor, num_tokens, size, window, causal)
+    assert torch.equal(dense, expected)
+    assert dense.any(-1).all(), "a query that sees nothing would be NaN in dense backends"
+    mask_mod = block_mask_mod(start, anchor, num_tokens, size, window, causal)
+    zero = torch.tensor(0)
+    assert torch.equal(mask_mod(zero, zero, torch.arange(queries)[:, None], torch.arange(keys)[None]), expected)
+
+
+def test_mask_function_stays_inside_the_anchors_on_padded_queries():
+    """flex_attention rounds Q up to 128; SpecForge issue 501 read out of bounds."""
+    start, anchor = torch.zeros(3, dtype=torch.int32), torch.tensor([1, 2, 3], dtype=torch.int32)
+    mask_mod = block_mask_mod(start, anchor, 8, 4)
+    zero = torch.tensor(0)
+    mask_mod(zero, zero, torch.arange(128)[:, None], torch.arange(128)[None])
+    block_mask = create_block_mask(mask_mod, None, None, 12, 20, device="cpu")
+    assert torch.equal(block_mask.to_dense()[0, 0].bool(), torch.ones(1, 1, dtype=torch.bool))
+
+
+def test_a_row_without_an_anchor_has_only_dummies():
+    blocks = make_blocks(
+        np.arange(9),
+        np.zeros(9, np.uint8),
+        np.zeros(9, np.int32),
+        *sample_anchors(np.zeros(9, np.uint8), np.zeros(9, np.int32), 3, np.random.default_rng(0)),
+        4,
+        99,
+    )
+    assert not blocks.valid.any() and not blocks.label_mask.any()
+    mask = dense_block_mask(torch.tensor(blocks.start), torch.tensor(blocks.anchor), 9, 4)
+    assert mask[:, :9].sum() == 0 and torch.equal(mask.sum(-1), torch.full((12,), 4))
