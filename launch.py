@@ -69,6 +69,12 @@ def parse_devices(text: str | None = None) -> list[Device]:
     return [_gpu_device(index, gpus[index]) for index in indices]
 
 
+def user_cache_folder() -> Path:
+    """The folder for what can be made again: $XDG_CACHE_HOME/dflash-train, by default ~/.cache/dflash-train."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "dflash-train"
+
+
 def visible_gpus() -> list[str]:
     """UUIDs of the GPUs that --gpus may name, in its numbering; empty without a driver."""
     uuids = _gpu_uuids()

@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: tiny targets, a tiny tokenizer and small conversations, made on the spot."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +58,97 @@ def tiny_tokenizer_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.mktemp("tokenizer")
     tiny_tokenizer.save_pretrained(folder)
     return folder
+
+
+TINY_TARGETS = (
+    "llama",
+    "qwen3",
+    "gpt2",
+    "mixture_of_experts",
+    "linear_attention",
+    "gemma2",
+    "cohere",
+    "granite",
+)
+
+
+def make_tiny_target_config(kind: str, vocab_size: int) -> Any:
+    """A transformers config of 5 decoder layers and 32 channels; `kind` is one of TINY_TARGETS."""
+    import transformers
+
+    shape = {
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 256,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    if kind == "llama":
+        return transformers.LlamaConfig(**shape, tie_word_embeddings=True)
+    if kind == "qwen3":
+        return transformers.Qwen3Config(**shape, head_dim=8, tie_word_embeddings=False)
+    if kind == "gpt2":
+        return transformers.GPT2Config(
+            vocab_size=vocab_size, n_embd=32, n_layer=5, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2
+        )
+    if kind == "mixture_of_experts":
+        return transformers.Qwen3MoeConfig(**shape, head_dim=8, **experts)
+    if kind == "linear_attention":
+        return transformers.Qwen3NextConfig(
+            **shape,
+            **experts,
+            head_dim=8,
+            shared_expert_intermediate_size=16,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            layer_types=["linear_attention", "full_attention"] * 2 + ["linear_attention"],
+        )
+    if kind == "gemma2":
+        return transformers.Gemma2Config(**shape, head_dim=8, final_logit_softcapping=5.0, query_pre_attn_scalar=8)
+    if kind == "cohere":
+        return transformers.CohereConfig(**shape, logit_scale=0.25)
+    if kind == "granite":
+        return transformers.GraniteConfig(**shape, logits_scaling=8.0, embedding_multiplier=12.0)
+    raise AssertionError(kind)
+
+
+def make_tiny_target(kind: str, vocab_size: int, seed: int = 0) -> Any:
+    """A causal language model with seeded random weights, large enough that layers and attention matter."""
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(make_tiny_target_config(kind, vocab_size)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.15)
+    return model
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny_target(kind, seed=0)` is the folder of a saved tiny target with the tiny tokenizer."""
+    folders: dict[tuple[str, int], Path] = {}
+
+    def folder_of(kind: str, seed: int = 0) -> Path:
+        if (kind, seed) not in folders:
+            from transformers.utils import logging
+
+            logging.disable_progress_bar()
+            logging.set_verbosity_error()
+            folder = tmp_path_factory.mktemp(f"{kind}-{seed}")
+            make_tiny_target(kind, len(tiny_tokenizer), seed).save_pretrained(folder)
+            tiny_tokenizer.save_pretrained(folder)
+            folders[kind, seed] = folder
+        return folders[kind, seed]
+
+    return folder_of

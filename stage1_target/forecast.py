@@ -1,0 +1,124 @@
+"""What an extract will cost, told before the target is loaded: samples, tokens, bytes, and whether they fit."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash_train.stage1_target.samples import SampleTable
+from dflash_train.store.encoding import ENCODINGS, make_encoding
+from dflash_train.store.files import StoreError, format_bytes
+
+PERCENTILES = (50, 90, 99, 100)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """Sizes of a data set and of its store."""
+
+    num_samples: int
+    num_tokens: int
+    supervised_share: float
+    """Share of the tokens that count in the loss."""
+    length_percentiles: dict[int, int]
+    """Percent → tokens of a sample; 100 is the longest."""
+    num_rows: int
+    num_duplicates: int
+    num_truncated: int
+    num_quarantined: int
+    counts_all_tokens: bool
+    """Plain text, where the loss counts every token."""
+    num_pending: int
+    """Samples that are not stored yet."""
+    num_pending_tokens: int
+    padding_share: float
+    """Share of the forward's tokens that will be padding."""
+    encoding: str
+    bytes_per_token: dict[str, int]
+    """By encoding."""
+    needed_bytes: int
+    """What the pending samples will take, and embedding and head if the store is new."""
+    free_bytes: int
+    store: Path
+
+    def lines(self) -> list[str]:
+        """The forecast as text, one fact a line."""
+        lengths = ", ".join(
+            f"{'longest' if percent == 100 else f'{percent} %'} {tokens:,}"
+            for percent, tokens in self.length_percentiles.items()
+        )
+        left_out = (
+            f"{self.num_duplicates:,} duplicates, {self.num_quarantined:,} quarantined, {self.num_truncated:,} cut"
+        )
+        encodings = ", ".join(f"{name} {size:,}" for name, size in self.bytes_per_token.items())
+        space = f"{format_bytes(self.needed_bytes)} of {format_bytes(self.free_bytes)} free"
+        pending = f"to store: {self.num_pending:,} samples, {self.num_pending_tokens:,} tokens, {space}"
+        lines = [
+            f"{self.num_samples:,} samples of {self.num_rows:,} rows ({left_out})",
+            f"{self.num_tokens:,} tokens, {self.supervised_share:.1%} supervised; lengths: {lengths}",
+            f"bytes per token: {encodings}; this store: {self.encoding}",
+            f"{pending}; padding {self.padding_share:.1%}",
+        ]
+        if self.counts_all_tokens:
+            lines.insert(1, "plain text: the loss counts every token")
+        return lines
+
+    def refuse_if_too_large(self) -> None:
+        """Raise StoreError if the free space does not suffice."""
+        if self.needed_bytes <= self.free_bytes:
+            return
+        smallest = min(self.bytes_per_token, key=lambda name: self.bytes_per_token[name])
+        smaller = f"--encoding {smallest}, " if smallest != self.encoding else ""
+        raise StoreError(
+            f"The store needs {format_bytes(self.needed_bytes)} but {self.store} has {format_bytes(self.free_bytes)} free; "
+            f"choose {smaller}fewer --target-layers, fewer --max-samples, or another disk."
+        )
+
+
+def make_forecast(
+    table: SampleTable,
+    pending: NDArray[np.int64],
+    padding_share: float,
+    *,
+    encoding: str,
+    num_layers: int,
+    text_config: Any,
+    store: Path,
+) -> Forecast:
+    """Forecast the store of `pending` samples of a table, for a target described by its text config."""
+    hidden_size = int(text_config.hidden_size)
+    num_pending_tokens = int(table.lengths[pending].sum())
+    chosen = make_encoding(encoding, num_layers, hidden_size)
+    padding_rows = len(pending) * (chosen.align_tokens - 1) // 2
+    needed = (num_pending_tokens + padding_rows) * chosen.bytes_per_token
+    if not store.exists():
+        tables = 1 if getattr(text_config, "tie_word_embeddings", False) else 2
+        needed += tables * int(text_config.vocab_size) * hidden_size * 2
+    place = store.absolute()
+    while not place.exists():
+        place = place.parent
+    percentiles = np.percentile(table.lengths, PERCENTILES, method="nearest").astype(int)
+    return Forecast(
+        num_samples=len(table),
+        num_tokens=int(table.lengths.sum()),
+        supervised_share=float(table.supervised.sum() / table.lengths.sum()),
+        length_percentiles=dict(zip(PERCENTILES, map(int, percentiles), strict=True)),
+        num_rows=table.num_rows,
+        num_duplicates=table.num_duplicates,
+        num_truncated=table.num_truncated,
+        num_quarantined=len(table.quarantined),
+        counts_all_tokens=table.counts_all_tokens,
+        num_pending=len(pending),
+        num_pending_tokens=num_pending_tokens,
+        padding_share=padding_share,
+        encoding=encoding,
+        bytes_per_token={name: make_encoding(name, num_layers, hidden_size).bytes_per_token for name in ENCODINGS},
+        needed_bytes=needed,
+        free_bytes=shutil.disk_usage(place).free,
+        store=store,
+    )
