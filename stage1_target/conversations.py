@@ -43,7 +43,10 @@ PEEKED_ROWS = 100  # rows of one jsonl file may have different keys
 
 
 class RowError(ValueError):
-    """One row cannot be used; the text is its reason in the quarantine list."""
+    """One row cannot be used; the text is its reason in the quarantine list.
+
+    Reasons name no positions, so that a report can count them.
+    """
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ def read_prompts(source: str, split: str = "train", limit: int | None = None) ->
 
 
 def _parse_messages(value: Any) -> list[Message]:
-    turns = [_normalise_message(turn, number) for number, turn in enumerate(_as_turns(value), start=1)]
+    turns = [_normalise_message(turn) for turn in _as_turns(value)]
     if not turns:
         raise RowError("no messages in this row")
     return turns
@@ -159,23 +162,23 @@ def _as_turns(value: Any) -> list[Any]:
     return value
 
 
-def _normalise_message(turn: Any, number: int) -> Message:
+def _normalise_message(turn: Any) -> Message:
     if not isinstance(turn, dict):
-        raise RowError(f"message {number} is a {type(turn).__name__}, not an object with role and content")
+        raise RowError(f"found a {type(turn).__name__} as a message, not an object with role and content")
     message = {key: item for key, item in turn.items() if item is not None and item != []}
     role = message.get("role")
     if role not in ROLES:
-        raise RowError(f"message {number} has the role {role!r}, wanted one of {', '.join(ROLES)}")
-    message["content"] = _plain_content(message.get("content", ""), number)
+        raise RowError(f"a message has the role {role!r}, wanted one of {', '.join(ROLES)}")
+    message["content"] = _plain_content(message.get("content", ""))
     for field in ("reasoning_content", "reasoning", "thinking"):
         if message.get(field) == "":
             del message[field]
     if "tool_calls" in message:
-        message["tool_calls"] = [_normalise_call(call, number) for call in _as_turns(message["tool_calls"])]
+        message["tool_calls"] = [_normalise_call(call) for call in _as_turns(message["tool_calls"])]
     return message
 
 
-def _plain_content(content: Any, number: int) -> str:
+def _plain_content(content: Any) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
@@ -183,16 +186,16 @@ def _plain_content(content: Any, number: int) -> str:
     for part in parts:
         text = part.get("text") if isinstance(part, dict) else part
         if not isinstance(text, str):
-            raise RowError(f"message {number} has content that is not text; only text can be used")
+            raise RowError("a message has content that is not text; only text can be used")
         texts.append(text)
     return "".join(texts)
 
 
-def _normalise_call(call: Any, number: int) -> Any:
+def _normalise_call(call: Any) -> Any:
     """Arguments as an object: OpenAI gives a JSON string, templates expect an object and would quote it twice."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RowError(f"message {number} has a tool call without function name")
+        raise RowError("a tool call has no function name")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
@@ -219,20 +222,20 @@ def _parse_tools(value: Any) -> list[dict[str, Any]] | None:
 
 def _parse_sharegpt(value: Any) -> list[Message]:
     turns: list[Message] = []
-    for number, turn in enumerate(_as_turns(value), start=1):
+    for turn in _as_turns(value):
         if not isinstance(turn, dict):
-            raise RowError(f"turn {number} is a {type(turn).__name__}, not an object with from and value")
+            raise RowError(f"found a {type(turn).__name__} as a turn, not an object with from and value")
         speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
         role = SHAREGPT_ROLES.get(str(speaker))
         if role is None:
-            raise RowError(f"turn {number} is from {speaker!r}, wanted one of {', '.join(SHAREGPT_ROLES)}")
+            raise RowError(f"a turn is from {speaker!r}, wanted one of {', '.join(SHAREGPT_ROLES)}")
         if not isinstance(text, str):
-            raise RowError(f"turn {number} has no text")
+            raise RowError("a turn has no text")
         # Many ShareGPT files are cut from longer chats and begin with an answer whose question is lost.
         if role == "assistant" and not any(earlier["role"] == "user" for earlier in turns):
             continue
         if turns and turns[-1]["role"] == role:
-            raise RowError(f"two {role} turns in a row (turns {number - 1} and {number})")
+            raise RowError(f"two {role} turns in a row")
         turns.append({"role": role, "content": text})
     if not any(turn["role"] == "user" for turn in turns):
         raise RowError("no user turn in this row")

@@ -1,10 +1,8 @@
-"""The sample table: every conversation as token ids and loss mask, made once and memory-mapped by the workers.
+"""Data set → sample table: every conversation as token ids and loss mask, made once, in the parent process.
 
-One Arrow stream file and one JSON file under `cache_dir/<key>/`, where the key covers everything that decides a token or a
-mask; written under a temporary name and renamed. Reading needs pyarrow alone: opening a table of a million samples is a
-map of the file and a copy of four integers a sample, and costs no import of `datasets` or transformers (seconds).
-`datasets.Dataset.from_file` opens the Arrow file as well.
-Legend: N samples, T tokens of a sample.
+The table lies under `cache_dir/<key>/`, where the key covers everything that decides a token or a mask; it is written
+under a temporary name and renamed, so what is found under a key is whole. A second call costs the hash of the tokenizer
+(0.1 s for Qwen3's 11 MB) and opens the table; the data set is not read again.
 """
 
 import itertools
@@ -20,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from dflash_train.errors import InputError
 from dflash_train.stage1_target.conversations import (
@@ -31,7 +28,8 @@ from dflash_train.stage1_target.conversations import (
     parse_conversation,
     peek_columns,
 )
-from dflash_train.stage1_target.sources import Row, open_source
+from dflash_train.stage1_target.sample_table import DESCRIPTION, SAMPLES, SCHEMA, SampleTable
+from dflash_train.stage1_target.sources import Row, Source, open_source
 from dflash_train.stage1_target.tokenization import (
     ChatRenderer,
     MaskTokenizer,
@@ -42,19 +40,11 @@ from dflash_train.stage1_target.tokenization import (
 )
 from dflash_train.store.manifest import format_id, hash_id, hash_json
 
+__all__ = ["DataConfig", "SampleTable", "prepare_samples"]
+
 CACHE_VERSION = 1  # raise it whenever a row would come out differently
 BATCH_ROWS = 256  # rows tokenised at once: enough for all cores, and a few MB
 Progress = Callable[[int, int | None], None]
-
-SCHEMA = pa.schema(
-    {
-        "id": pa.int64(),
-        "group": pa.int64(),
-        "supervised": pa.int32(),
-        "token_ids": pa.list_(pa.int32()),
-        "loss_mask": pa.list_(pa.uint8()),
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,60 +69,6 @@ class DataConfig:
             raise InputError(f"max_samples is {self.max_samples}; wanted at least 1, or none for all samples.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampleTable:
-    """Samples of one data set, opened from its cache folder."""
-
-    path: Path
-    ids: NDArray[np.int64]
-    groups: NDArray[np.int64]
-    lengths: NDArray[np.int32]
-    supervised: NDArray[np.int32]
-    quarantined: list[dict[str, Any]]
-    """One entry a lost sample: row (from 0), id as 16 hex digits or None, reason."""
-    num_rows: int
-    num_duplicates: int
-    num_truncated: int
-    counts_all_tokens: bool
-    """Plain text: the loss counts every token, which the log has to say."""
-    source: dict[str, Any]
-    """What a segment records about its data."""
-    _tokens: list[tuple[pa.ListArray, pa.ListArray]]
-    _starts: NDArray[np.int64]  # first sample of each Arrow batch
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def sample(self, index: int) -> tuple[int, int, NDArray[np.int32], NDArray[np.uint8]]:
-        """(id, group, token_ids int32 [T], loss_mask uint8 [T]); the arrays are read-only views of the mapped file."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        batch = int(np.searchsorted(self._starts, index, side="right")) - 1
-        token_ids, loss_mask = (column[index - int(self._starts[batch])].values for column in self._tokens[batch])
-        return int(self.ids[index]), int(self.groups[index]), token_ids.to_numpy(), loss_mask.to_numpy()
-
-    @classmethod
-    def load(cls, path: Path) -> "SampleTable":
-        """Open a finished cache folder; also in a worker process."""
-        described = json.loads((path / "samples.json").read_text(encoding="utf-8"))
-        with pa.memory_map(str(path / "samples.arrow")) as file, pa.ipc.open_stream(file) as reader:
-            batches = list(reader)
-        table = pa.Table.from_batches(batches, SCHEMA)
-        columns = {name: table[name].to_numpy() for name in ("id", "group", "supervised")}
-        lengths = [np.diff(batch["token_ids"].offsets.to_numpy()) for batch in batches]
-        starts = np.cumsum([0, *(batch.num_rows for batch in batches)])[:-1]
-        return cls(
-            path=path,
-            ids=columns["id"],
-            groups=columns["group"],
-            supervised=columns["supervised"],
-            lengths=np.concatenate([np.empty(0, np.int32), *lengths]),
-            _tokens=[(batch["token_ids"], batch["loss_mask"]) for batch in batches],
-            _starts=starts.astype(np.int64),
-            **described,
-        )
-
-
 def prepare_samples(
     config: DataConfig, tokenizer: Any, cache_dir: Path, progress: Progress | None = None
 ) -> SampleTable:
@@ -154,16 +90,30 @@ def prepare_samples(
         "max_samples": config.max_samples,
     }
     path = cache_dir / hash_json(identity)
-    if (path / "samples.json").exists():
+    if (path / DESCRIPTION).exists():
         return SampleTable.load(path)
 
     columns, rows = peek_columns(config.source, source.rows())
     builder = _TableBuilder(config, tokenizer, detect_format(config.source, columns))
-    total = source.count()
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".tmp-{path.name}-", dir=cache_dir))
     try:
-        with pa.OSFile(str(staging / "samples.arrow"), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
+        _write_table(path, builder, rows, source, progress)
+    except OSError as error:
+        raise InputError(
+            f"The samples of {config.source} cannot be cached in {cache_dir}: {error}. Free space there or choose "
+            f"another folder."
+        ) from error
+    return SampleTable.load(path)
+
+
+def _write_table(
+    path: Path, builder: "_TableBuilder", rows: Iterator[Row], source: Source, progress: Progress | None
+) -> None:
+    """Everything under a temporary name, synced, then one rename."""
+    config, total = builder.config, source.count()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".tmp-{path.name}-", dir=path.parent))
+    try:
+        with pa.OSFile(str(staging / SAMPLES), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
             for batch in _batches(rows):
                 columns_of_batch = builder.add(batch)
                 if columns_of_batch["id"]:
@@ -183,22 +133,22 @@ def prepare_samples(
                 "name": config.source,
                 "split": config.split,
                 "format": builder.format_name,
-                **source.identity,
+                "fingerprint": hash_json(source.identity),
+                "revision": source.identity.get("revision"),
                 "max_tokens": config.max_tokens,
                 "chat_template_arguments": config.chat_template_arguments,
             },
         }
-        (staging / "samples.json").write_text(json.dumps(described), encoding="utf-8")
-        for name in ("samples.arrow", "samples.json"):
+        (staging / DESCRIPTION).write_text(json.dumps(described), encoding="utf-8")
+        for name in (SAMPLES, DESCRIPTION):
             _sync(staging / name)
         try:
             staging.rename(path)
         except OSError:
-            if not (path / "samples.json").exists():  # else another process finished the same table first
+            if not (path / DESCRIPTION).exists():  # else another process finished the same table first
                 raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return SampleTable.load(path)
 
 
 def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
@@ -316,7 +266,7 @@ def _ready_tokens(row: Row, num_token_ids: int) -> Tokens:
     if not isinstance(token_ids, list) or not isinstance(loss_mask, list) or not token_ids:
         raise RowError("input_ids and loss_mask are not two filled lists")
     if len(token_ids) != len(loss_mask):
-        raise RowError(f"{len(token_ids)} input_ids but {len(loss_mask)} values of loss_mask")
+        raise RowError("input_ids and loss_mask differ in length")
     if not all(type(token) is int and 0 <= token < num_token_ids for token in token_ids):
         raise RowError(f"input_ids holds something that is no token id of the tokenizer (0 to {num_token_ids - 1})")
     if not all(value in (0, 1) for value in loss_mask):

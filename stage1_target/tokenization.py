@@ -28,7 +28,7 @@ Span = tuple[int, int]
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 UNSPLITTABLE = (
-    "the chat template cannot be split: the generation prompt is not how the rendered answer to message {number} begins "
+    "the chat template cannot be split: the generation prompt is not how a rendered answer begins "
     "(set template arguments such as enable_thinking to match the data, or mark answers with generation blocks in the "
     "template)"
 )
@@ -74,7 +74,7 @@ class ChatRenderer:
             raise RowError("no assistant turn in this row")
         for position in answers:
             if not any(messages[position].get(field) for field in ("content", "tool_calls", *REASONING_FIELDS)):
-                raise RowError(f"message {position + 1} (assistant) is empty")
+                raise RowError("an assistant turn is empty")
         messages = messages[: answers[-1] + 1]  # what follows the last answer can never count
         template = self.tokenizer.get_chat_template(tools=tools)
         if GENERATION_BLOCK.search(template):
@@ -90,7 +90,7 @@ class ChatRenderer:
             prompt = self.render(messages[:position], tools, add_generation_prompt=True)
             text = self.render(messages[: position + 1], tools)
             if not text.startswith(prompt):
-                raise RowError(UNSPLITTABLE.format(number=position + 1))
+                raise RowError(UNSPLITTABLE)
             turns.append(Rendering(text, [(len(prompt), len(text))]))
         full = turns[-1].text
         if all(full.startswith(turn.text) for turn in turns):
@@ -108,7 +108,7 @@ class ChatRenderer:
         for position, turn in zip(answers, turns, strict=True):
             before = self.render(messages[:position], tools)
             if not turn.text.startswith(before):
-                raise RowError(UNSPLITTABLE.format(number=position + 1))
+                raise RowError(UNSPLITTABLE)
             samples.append(Rendering(turn.text, [span for span in turn.spans if span[0] >= len(before)]))
         return samples
 
@@ -125,7 +125,7 @@ class ChatRenderer:
                 )
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            raise RowError(f"the chat template refuses this row: {error}") from error
+            raise _refusal(error) from error
 
     def _render_blocks(self, template: str, messages: list[Message], tools: Any) -> Rendering:
         # apply_chat_template gives the same spans only as a mask of tokens, one conversation at a time.
@@ -141,7 +141,7 @@ class ChatRenderer:
                 **arguments,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            raise RowError(f"the chat template refuses this row: {error}") from error
+            raise _refusal(error) from error
         return Rendering(texts[0], [(int(start), int(end)) for start, end in spans[0]])
 
     def _check_nothing_dropped(self, messages: list[Message], tools: Any) -> None:
@@ -158,13 +158,18 @@ class ChatRenderer:
             for field in fields:
                 other: Any = {**message, "content": "-"} if field == "content" else _without(message, field)
                 if self._renders_to(text, [*messages[:position], other], tools):
-                    raise RowError(f"the chat template drops {field} of message {position + 1} ({message['role']})")
+                    raise RowError(f"the chat template drops {field} of {message['role']} messages")
 
     def _renders_to(self, text: str, messages: list[Message], tools: Any) -> bool:
         try:
             return self.render(messages, tools) == text
         except RowError:
             return False  # the template misses what was left out, so it reads it
+
+
+def _refusal(error: Exception) -> RowError:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return RowError(f"the chat template refuses this row: {lines[0]}")
 
 
 def _without(message: Message, field: str) -> Message:
