@@ -1,0 +1,295 @@
+"""What can be said about compiled.py without a GPU: the CPU path, the locks, the number of graphs.
+
+flex_attention has no backward on the CPU; where gradients are needed its device check is neutralised and the backend is
+aot_eager, which computes densely. test_compiled_gpu.py has the real kernels.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as flex_module
+
+from dflash_train.errors import InputError
+from dflash_train.stage2_drafter import compiled as compiled_module
+from dflash_train.stage2_drafter.blocks import block_mask_mod
+from dflash_train.stage2_drafter.compiled import (
+    CompiledDrafter,
+    compiled_graphs,
+    flex_attention_door,
+    forbid_dense_flex,
+)
+from dflash_train.stage2_drafter.drafter import Drafter
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+
+SLIDING = {"layer_types": ("sliding_attention", "full_attention", "full_attention"), "sliding_window": 6}
+S, A = 128, 32
+
+
+@pytest.fixture
+def make_compiled(make_config):
+    def make(row_tokens=S, num_anchors=A, **changes):
+        drafter = Drafter(make_config(initializer_range=0.1, **changes), seed=2)
+        return CompiledDrafter(drafter, device="cpu", row_tokens=row_tokens, num_anchors=num_anchors)
+
+    return make
+
+
+@pytest.fixture
+def rows(make_config, make_row):
+    """Rows of the fixed shape, with other documents and anchors each."""
+    config = make_config()
+    return [make_row(config, (50, 40 - n, 30 + n), S, A, seed=n) for n in range(4)]
+
+
+@pytest.fixture
+def flex_on_cpu(monkeypatch):
+    """Turns a CPU drafter into one that takes the CUDA path, with the given backend; undone afterwards."""
+    undo, made = [], []
+    monkeypatch.setattr(compiled_module, "forbid_dense_flex", lambda: undo.append(forbid_dense_flex()))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    real_compile = torch.compile
+
+    def turn(drafter, backend="inductor"):
+        def compile_with(function, **options):
+            return real_compile(function, backend=backend, **options)
+
+        compile_with.__signature__ = inspect.signature(real_compile)
+        drafter.uses_flex = True
+        made.append(drafter)
+        if backend == "aot_eager":
+            monkeypatch.setattr(compiled_module, "forbid_dense_flex", lambda: None)
+            monkeypatch.setattr(flex_module, "_validate_device", lambda *tensors: None)
+        monkeypatch.setattr(torch, "compile", compile_with)
+        drafter._compile()
+        monkeypatch.setattr(torch, "compile", real_compile)
+        return drafter
+
+    torch._dynamo.reset()
+    yield turn
+    for drafter in made:
+        drafter.close()
+    for function in undo:
+        function()
+    torch._dynamo.reset()
+
+
+# --- the CPU path ------------------------------------------------------------------------------------------------
+
+
+def test_cpu_path_is_dense_and_says_so(make_compiled, rows):
+    compiled = make_compiled()
+    assert compiled.compute_dtype == torch.float32
+    assert compiled.expected_graphs(evaluation=True) == 0
+    before = compiled_graphs()
+    compiled.warm_up(lambda: compiled(*rows[0].inputs()).square().sum().backward(), lambda: compiled(*rows[1].inputs()))
+    assert compiled_graphs() == before and compiled.recompilations() == 0
+    assert compiled.summary() == "dense attention in fp32 on the CPU, nothing compiled: for tests and small runs"
+    hidden = compiled(*rows[2].inputs())
+    assert hidden.shape == (A * 4, 32) and hidden.dtype == torch.float32 and hidden.requires_grad
+
+
+def test_cpu_path_refuses_sizes_that_need_gigabytes(make_compiled):
+    with pytest.raises(InputError, match=r"1024 anchors of 4 tokens in rows of 32768 need a dense .* of 0.6 GiB"):
+        make_compiled(row_tokens=32768, num_anchors=1024)
+
+
+def test_frozen_inputs_get_no_gradient(make_compiled, rows):
+    compiled = make_compiled()
+    features, positions, noise, *rest = rows[0].inputs()
+    noise.requires_grad_()
+    compiled(features, positions, noise, *rest).sum().backward()
+    assert noise.grad is None and features.grad is None
+    assert all(parameter.grad is not None for parameter in compiled.drafter.parameters())
+
+
+def test_warm_up_changes_no_weight_and_leaves_no_gradient(make_compiled, rows):
+    compiled = make_compiled()
+    before = {name: p.clone() for name, p in compiled.drafter.named_parameters()}
+    modes = []
+
+    def evaluate():
+        modes.append(torch.is_grad_enabled())
+        assert not compiled(*rows[1].inputs()).requires_grad
+
+    compiled.warm_up(lambda: compiled(*rows[0].inputs()).sum().backward(), evaluate)
+    assert modes == [False]
+    assert all(torch.equal(before[name], p) and p.grad is None for name, p in compiled.drafter.named_parameters())
+
+
+def test_warm_up_that_trains_is_refused(make_compiled, rows):
+    compiled = make_compiled()
+    optimizer = torch.optim.SGD(compiled.drafter.parameters(), lr=0.1)
+
+    def step():
+        compiled(*rows[0].inputs()).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match="changed a weight"):
+        compiled.warm_up(step)
+
+
+def test_warm_up_without_a_backward_is_refused(make_compiled, rows):
+    compiled = make_compiled()
+    with pytest.raises(RuntimeError, match="left no gradient"):
+        compiled.warm_up(lambda: compiled(*rows[0].inputs()))
+
+
+# --- who may call, with what -------------------------------------------------------------------------------------
+
+
+def test_other_threads_are_refused(make_compiled, rows):
+    compiled, errors = make_compiled(), []
+
+    def call():
+        try:
+            compiled(*rows[0].inputs())
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=call, name="loader")
+    thread.start()
+    thread.join()
+    assert len(errors) == 1 and "thread 'loader'" in errors[0]
+
+
+def test_inference_mode_is_refused(make_compiled, rows):
+    inputs = rows[0].inputs()
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="use torch.no_grad"):
+        make_compiled()(*inputs)
+
+
+def test_other_shapes_and_types_are_refused(make_compiled, rows):
+    compiled = make_compiled()
+    features, positions, noise, noise_positions, start, anchor = rows[0].inputs()
+    with pytest.raises(ValueError, match=r"compiled for .* = \(128, 128, 32, 32\) but got .* \(127, 128, 32, 32\)"):
+        compiled(features[1:], positions[1:], noise, noise_positions, start, anchor)
+    with pytest.raises(ValueError, match="start and anchor are torch.int64 and torch.int32"):
+        compiled(features, positions, noise, noise_positions, start.long(), anchor)
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        ({"row_tokens": 100}, "A row has 100 tokens; on a GPU choose a multiple of 128, such as 128"),
+        ({"num_anchors": 33}, "make 132 noise tokens; .* choose a multiple of 32 anchors, such as 64"),
+        ({"head_dim": 8}, "head_dim of the drafter is 8; flex_attention on a GPU needs at least 16"),
+    ],
+)
+def test_sizes_that_flex_attention_cannot_tile_are_refused(make_compiled, sizes, message):
+    compiled = make_compiled(**sizes)
+    with pytest.raises(InputError, match=message):
+        compiled._check_flex_sizes()
+
+
+def test_the_first_step_needs_a_warm_up(make_compiled, rows):
+    compiled = make_compiled()
+    compiled.uses_flex = True
+    with pytest.raises(RuntimeError, match="call warm_up before"):
+        compiled(*rows[0].inputs())
+
+
+# --- the locks ---------------------------------------------------------------------------------------------------
+
+
+def tiny_attention():
+    start, anchor = torch.zeros(4, dtype=torch.int32), torch.arange(4, dtype=torch.int32)
+    mask = flex_module.create_block_mask(block_mask_mod(start, anchor, 16, 4), None, None, 16, 32, device="cpu")
+    q, k = torch.randn(1, 2, 16, 16), torch.randn(1, 1, 32, 16)
+    return q, k, k.clone(), mask
+
+
+def test_door_is_shut_for_eager_calls_and_for_every_stance_that_runs_eager():
+    inputs = tiny_attention()
+    with pytest.raises(RuntimeError, match="called without being compiled"):
+        flex_attention_door(*inputs)
+    compiled = torch.compile(flex_attention_door, fullgraph=True, dynamic=False)
+    for stance in ("force_eager", "eager_on_recompile"):
+        with torch.compiler.set_stance(stance), pytest.raises(RuntimeError, match="called without being compiled"):
+            compiled(*inputs)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_second_lock_stops_backends_that_do_not_fuse(backend):
+    inputs = tiny_attention()
+    torch._dynamo.reset()
+    expected = torch.compile(flex_attention_door, backend=backend, fullgraph=True)(*inputs)  # the danger is real
+    undo = forbid_dense_flex()
+    try:
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="compiled with a backend that does not fuse it"):
+            torch.compile(flex_attention_door, backend=backend, fullgraph=True)(*inputs)
+        with pytest.raises(Exception, match="about to run dense"):
+            flex_module.flex_attention(*inputs[:3], block_mask=inputs[3], enable_gqa=True)
+    finally:
+        undo()
+    torch._dynamo.reset()
+    again = torch.compile(flex_attention_door, backend=backend, fullgraph=True)(*inputs)
+    torch.testing.assert_close(again, expected)
+    torch._dynamo.reset()
+
+
+# --- the compiled path -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes, graphs", [({}, 3), (SLIDING, 6), ({"is_causal": True}, 3)])
+def test_one_graph_serves_all_layers_of_a_kind_and_new_anchors_make_none(
+    make_compiled, rows, flex_on_cpu, changes, graphs
+):
+    dense = make_compiled(**changes)
+    compiled = flex_on_cpu(make_compiled(**changes), backend="aot_eager")
+    weights = torch.randn(A * 4, 32, generator=torch.Generator().manual_seed(0))
+
+    def step(drafter, row):
+        hidden = drafter(*row.inputs())
+        (hidden * weights).sum().backward()
+        gradients = [p.grad for p in drafter.drafter.parameters()]
+        drafter.drafter.zero_grad()
+        return hidden.detach(), gradients
+
+    def warm_step():
+        (compiled(*rows[0].inputs()) * weights).sum().backward()
+
+    assert compiled.expected_graphs(evaluation=True) == graphs
+    compiled.warm_up(warm_step, lambda: compiled(*rows[0].inputs()))
+    for row in rows:
+        hidden, gradients = step(compiled, row)
+        expected, expected_gradients = step(dense, row)
+        torch.testing.assert_close(hidden, expected, atol=1e-5, rtol=1e-5)
+        for gradient, wanted in zip(gradients, expected_gradients, strict=True):
+            assert (gradient - wanted).norm() <= 2e-6 * wanted.norm() + 1e-6
+        with torch.no_grad():
+            compiled(*row.inputs())
+    assert compiled.summary().startswith(f"compiled {graphs} graphs in ")
+    assert compiled.summary().endswith(" s, 0 recompilations")
+    with pytest.raises(RuntimeError, match="ecompile"):
+        compiled._compiled_mask(lambda b, h, q, k: q >= k, None, None, 128, 256, device="cpu")
+
+
+def test_a_graph_too_many_is_named(make_compiled, rows, flex_on_cpu):
+    compiled = flex_on_cpu(make_compiled(num_hidden_layers=1), backend="aot_eager")
+    extra = torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)
+
+    def step():
+        extra(torch.ones(3))
+        compiled(*rows[0].inputs()).sum().backward()
+
+    with pytest.raises(RuntimeError, match=r"compiled 3 graphs where 2 were expected: .*_run_layer"):
+        compiled.warm_up(step)
+
+
+@pytest.mark.slow
+def test_inductor_forward_equals_the_dense_mask_with_both_locks_on(make_compiled, rows, flex_on_cpu):
+    """The real fused kernel, as far as the CPU has one: forward only."""
+    dense = make_compiled(**SLIDING)
+    compiled = flex_on_cpu(make_compiled(**SLIDING))
+    for drafter in (dense, compiled):
+        drafter.drafter.requires_grad_(False)
+    compiled._warming = True
+    with torch.no_grad():
+        for row in rows:
+            torch.testing.assert_close(compiled(*row.inputs()), dense(*row.inputs()), atol=2e-5, rtol=1e-5)
