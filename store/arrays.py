@@ -149,10 +149,10 @@ def _is_as_written(metadata: Mapping[str, Any], info: ArrayInfo) -> bool:
     )
     if not info.sharded:
         return one_chunk and _is_bytes(metadata["codecs"], info.dtype) and chunk_shape[0] == max(1, info.shape[0])
-    (shard,) = metadata["codecs"]
-    inner = shard["configuration"]
+    inner = metadata["codecs"][0]["configuration"]
     return (
         one_chunk
+        and len(metadata["codecs"]) == 1
         and list(inner["chunk_shape"]) == [INNER_ROWS, *info.shape[1:]]
         and chunk_shape[0] == max(1, math.ceil(info.shape[0] / INNER_ROWS)) * INNER_ROWS
         and _is_bytes(inner["codecs"], info.dtype)
@@ -164,9 +164,9 @@ def _is_as_written(metadata: Mapping[str, Any], info: ArrayInfo) -> bool:
 
 def _is_bytes(codecs: list[Any], dtype: np.dtype[Any]) -> bool:
     """Whether the codecs are `bytes`, little endian, alone."""
-    (codec,) = codecs
+    codec = codecs[0]
     endian = "little" if isinstance(codec, str) else codec.get("configuration", {}).get("endian", "little")
-    return _name(codec) == "bytes" and (dtype.itemsize == 1 or endian == "little")
+    return len(codecs) == 1 and _name(codec) == "bytes" and (dtype.itemsize == 1 or endian == "little")
 
 
 def _name(extension: Any) -> str:

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from dflash_train.store.arrays import array_contents, group_text
 from dflash_train.store.checksums import CHECKSUMS_NAME, format_checksums, sum_contents
-from dflash_train.store.encoding import make_encoding
-from dflash_train.store.files import Data, Files, remove_temporaries, write_directory
+from dflash_train.store.encoding import Encoding, make_encoding
+from dflash_train.store.files import Data, Files, list_temporaries, write_directory
 from dflash_train.store.manifest import Manifest, StoreError, canonical_json, hash_calibration
 from dflash_train.store.segment import SEGMENTS, STAGING
 
@@ -47,6 +47,11 @@ class FrozenTarget:
     """Tokenizer files and chat template by name: tokenizer.json, chat_template.jinja, …"""
 
 
+def manifest_encoding(manifest: Manifest) -> Encoding:
+    """Return the encoding that a manifest names."""
+    return make_encoding(manifest.encoding, len(manifest.target_layer_ids), manifest.hidden_size)
+
+
 def create_store(
     path: Path, manifest: Manifest, channel_scale: NDArray[np.float32], frozen: FrozenTarget, files: Files | None = None
 ) -> None:
@@ -55,7 +60,7 @@ def create_store(
     channel_scale is D, float32 [L * H], positive and finite; `hash_calibration` of it is the manifest's
     calibration_hash. Call it under `store_lock`.
     """
-    encoding = make_encoding(manifest.encoding, len(manifest.target_layer_ids), manifest.hidden_size)
+    encoding = manifest_encoding(manifest)
     table = (manifest.vocab_size, manifest.hidden_size)
     assert channel_scale.shape == (encoding.num_features,) and channel_scale.dtype == np.float32, channel_scale
     assert np.isfinite(channel_scale).all() and (channel_scale > 0).all(), "the channel scale divides"
@@ -108,8 +113,13 @@ def store_lock(path: Path) -> Iterator[None]:
 
 def clean_staging(path: Path, files: Files | None = None) -> int:
     """Remove what dead runs left half-written in and beside a store; return how many. Call it under `store_lock`."""
-    files = files or Files()
-    leftovers = sorted((path / STAGING).iterdir()) if (path / STAGING).is_dir() else []
+    files, leftovers = files or Files(), stale_entries(path)
     for leftover in leftovers:
         files.remove_tree(leftover)
-    return len(leftovers) + remove_temporaries(path, files)
+    return len(leftovers)
+
+
+def stale_entries(path: Path) -> list[Path]:
+    """List what is half-written in and beside a store; unless an extract is running, nobody needs it."""
+    staging = path / STAGING
+    return [*(sorted(staging.iterdir()) if staging.is_dir() else []), *list_temporaries(path)]

@@ -195,12 +195,9 @@ def write_directory(
         raise
 
 
-def remove_temporaries(final: Path, files: Files | None = None) -> int:
-    """Remove what dead runs of write_directory(final) left behind and return how many; only for the owner of final."""
-    leftovers = list(final.parent.glob(f"{_temporary_prefix(final)}*")) if final.parent.is_dir() else []
-    for leftover in leftovers:
-        (files or Files()).remove_tree(leftover)
-    return len(leftovers)
+def list_temporaries(final: Path) -> list[Path]:
+    """List what dead runs of write_directory(final) left behind; the owner of final may remove_tree them."""
+    return sorted(final.parent.glob(f"{_temporary_prefix(final)}*")) if final.parent.is_dir() else []
 
 
 def _temporary_prefix(final: Path) -> str:

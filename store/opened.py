@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,39 +29,40 @@ class Segment:
     def __init__(self, folder: Path, encoding: Encoding) -> None:
         """Read and check everything but the rows; damage raises StoreError."""
         self.folder = folder
+        self.encoding = encoding
         self.checksums = read_checksums(folder)
         attributes = read_group(folder, checksums=self.checksums)
-        counts = [attributes.get(name) for name in COUNTS]
+        counts = [attributes.get(name, "") for name in COUNTS]
         quarantined, columns = attributes.get("quarantined"), attributes.get("sample_columns")
         if not all(isinstance(count, int) for count in counts) or not isinstance(quarantined, list):
             raise StoreError(f"{folder / 'zarr.json'} is damaged: it lacks counts or the quarantined samples.")
-        self.num_samples, self.num_tokens, self.num_rows = counts
+        self.num_samples, self.num_tokens, self.num_rows = map(int, counts)
         self.quarantined: list[dict[str, Any]] = quarantined
         self.source: dict[str, Any] = attributes.get("source", {})
         if columns != list(SAMPLE_COLUMNS):
             raise StoreError(f"{folder} has sample columns {columns}, not {list(SAMPLE_COLUMNS)}.")
         self.samples, _ = read_array(folder, "samples", self.checksums)
-        self.arrays = {name: self._array(name, encoding) for name in row_arrays(encoding)}
-        self._check_samples(encoding)
+        self.arrays = {name: self._array(name) for name in row_arrays(encoding)}
+        self._check_samples()
 
-    def _array(self, name: str, encoding: Encoding) -> ArrayInfo:
+    def _array(self, name: str) -> ArrayInfo:
         info = read_array_info(self.folder, name, self.checksums)
-        columns, dtype = row_arrays(encoding)[name]
+        columns, dtype = row_arrays(self.encoding)[name]
         shape = (self.num_rows, columns) if columns else (self.num_rows,)
-        dtype_view = encoding.dtype_view if name == "features" else None
+        dtype_view = self.encoding.dtype_view if name == "features" else None
         wanted = (shape, dtype, dtype_view, name == "features")
         found = (info.shape, info.dtype, info.dtype_view, info.sharded)
         if found != wanted:
             raise StoreError(f"{self.folder / name} is {found} (shape, dtype, view, sharded), wanted {wanted}.")
         return info
 
-    def _check_samples(self, encoding: Encoding) -> None:
-        samples = self.samples
+    def _check_samples(self) -> None:
+        samples, align_tokens = self.samples, self.encoding.align_tokens
         if samples.shape != (self.num_samples, len(SAMPLE_COLUMNS)) or samples.dtype != np.int64:
             raise StoreError(f"{self.folder / 'samples'} has shape {samples.shape} for {self.num_samples} samples.")
         first, length, supervised = samples[:, 2], samples[:, 3], samples[:, 4]
         ends = np.concatenate([[0], first + length])
-        whole = (length > 0).all() and (first >= ends[:-1]).all() and (first % encoding.align_tokens == 0).all()
+        whole = (length > 0).all() and (first >= ends[:-1]).all() and (first % align_tokens == 0).all()
         if not whole or ends[-1] != self.num_rows or int(length.sum()) != self.num_tokens:
             raise StoreError(f"{self.folder / 'samples'} does not fit the counts in {self.folder / 'zarr.json'}.")
         if (supervised < 0).any() or (supervised > length).any():
@@ -77,19 +77,23 @@ class SegmentFiles:
     """The open row files of a segment; they close when the last user lets go of the object. Threads may share it."""
 
     def __init__(self, segment: Segment) -> None:
-        """Open the files and check their sizes and the shard index; damage raises StoreError."""
+        """Open the files; a missing one raises StoreError. Call `check` before reading samples."""
         self.segment = segment
         self._descriptors: dict[str, int] = {}
-        for name, info in segment.arrays.items():
+        for name in segment.arrays if segment.num_rows else ():  # no rows, no chunk
             path = segment.path(name)
             try:
-                self._descriptors[name] = descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                num_bytes = os.fstat(descriptor).st_size
+                self._descriptors[name] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
                 raise StoreError(f"{path} could not be opened: {error.strerror}.") from error
+
+    def check(self) -> None:
+        """Raise StoreError unless every file has its size and the shard is flat."""
+        for name, descriptor in self._descriptors.items():
+            path, info = self.segment.path(name), self.segment.arrays[name]
             index = shard_index(info.shape[0], info.row_bytes) if info.sharded else b""
             stored_rows = math.ceil(info.shape[0] / INNER_ROWS) * INNER_ROWS if info.sharded else info.shape[0]
-            data_bytes = stored_rows * info.row_bytes
+            data_bytes, num_bytes = stored_rows * info.row_bytes, os.fstat(descriptor).st_size
             if num_bytes != data_bytes + len(index):
                 raise StoreError(f"{path} has {num_bytes:,} bytes, wanted {data_bytes + len(index):,}; it is damaged.")
             if index and os.pread(descriptor, len(index), data_bytes) != index:
@@ -112,12 +116,19 @@ class SegmentFiles:
                 raise StoreError(f"{self.segment.path(name)} ends at byte {offset:,}: it was cut short while open.")
             buffer, offset = buffer[num_read:], offset + num_read
 
+    def new_rows(self, name: str, first_row: int, num_rows: int) -> NDArray[Any]:
+        """Read rows into a new array."""
+        info = self.segment.arrays[name]
+        rows = np.empty((num_rows, *info.shape[1:]), info.dtype)
+        self.read_rows(name, first_row, rows)
+        return rows
+
     def __del__(self) -> None:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
 
 
-def list_segments(store: Path) -> Sequence[str]:
+def list_segments(store: Path) -> list[str]:
     """Return the ids of the committed segments, oldest first."""
     try:
         names = [entry.name for entry in os.scandir(store / "segments") if entry.is_dir()]

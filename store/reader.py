@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from dflash_train.store.arrays import read_array, read_group
 from dflash_train.store.checksums import extend_crc, read_checksums, read_summed
-from dflash_train.store.creation import CHANNEL_SCALE, EMBED_TOKENS, LM_HEAD, TARGET_FILES
-from dflash_train.store.encoding import Encoding, from_stored, make_encoding
+from dflash_train.store.creation import CHANNEL_SCALE, EMBED_TOKENS, LM_HEAD, TARGET_FILES, manifest_encoding
+from dflash_train.store.encoding import from_stored
 from dflash_train.store.files import StoreError
 from dflash_train.store.manifest import FORMAT_NAME, Manifest, format_id
 from dflash_train.store.opened import Segment, SegmentFiles, list_segments
@@ -48,6 +48,9 @@ class Sample:
     scales: NDArray[np.float32] | None
 
 
+WAY_OUT = "Give the path that `dflash extract` wrote."
+
+
 def open_manifest(path: Path) -> Manifest:
     """Read a store's manifest; a path that is no store, or one of a newer version, raises StoreError."""
     if not path.is_dir():
@@ -63,9 +66,6 @@ def open_manifest(path: Path) -> Manifest:
         raise StoreError(f"{path}: {error}") from error
 
 
-WAY_OUT = "Give the path that `dflash extract` wrote."
-
-
 class StoreReader:
     """All committed samples of a store, or those of the given segments in the given order; threads may share it."""
 
@@ -73,10 +73,9 @@ class StoreReader:
         """Open a store; damage in anything but the rows raises StoreError now, in rows when they are read (verify)."""
         self.path = Path(path)
         self.manifest = open_manifest(self.path)
-        manifest = self.manifest
-        self.encoding: Encoding = make_encoding(manifest.encoding, len(manifest.target_layer_ids), manifest.hidden_size)
         self._checksums = read_checksums(self.path)
         read_summed(self.path, "zarr.json", self._checksums)
+        self.encoding = manifest_encoding(self.manifest)
         self.channel_scale: NDArray[np.float32] = read_array(self.path, CHANNEL_SCALE, self._checksums)[0]
         self.segment_ids: list[str] = []
         self.samples: NDArray[Any] = np.empty(0, SAMPLE_DTYPE)
@@ -92,6 +91,12 @@ class StoreReader:
     def num_tokens(self) -> int:
         """Tokens of all samples."""
         return int(self.samples["length"].sum())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files that the checksums list: segments, calibration and frozen target."""
+        listed = [self._checksums, *(segment.checksums for segment in self._segments)]
+        return sum(checksum.size for checksums in listed for checksum in checksums.values())
 
     def refresh(self, segments: Sequence[str] | None = None) -> int:
         """Add segments committed since (or those given) behind the known ones; return how many were added.
@@ -113,7 +118,7 @@ class StoreReader:
         return len(new)
 
     def _keep_first(self, segment: Segment) -> NDArray[Any]:
-        table = np.empty(int(segment.num_samples), SAMPLE_DTYPE)
+        table = np.empty(segment.num_samples, SAMPLE_DTYPE)
         table["segment"] = len(self._segments)
         for column, name in enumerate(SAMPLE_COLUMNS):
             table[name] = segment.samples[:, column]
@@ -181,10 +186,15 @@ class StoreReader:
     def _files(self, number: int) -> SegmentFiles:
         """Open files of a segment, the least recently used closed when the last reader lets go of them."""
         with self._lock:
-            files = self._open.pop(number, None) or SegmentFiles(self._segments[number])
+            files = self._open.pop(number, None) or self._open_files(number)
             self._open[number] = files
             if len(self._open) > MAX_OPEN_SEGMENTS:
                 self._open.popitem(last=False)
+        return files
+
+    def _open_files(self, number: int) -> SegmentFiles:
+        files = SegmentFiles(self._segments[number])
+        files.check()
         return files
 
     def frozen_embed_tokens(self) -> torch.Tensor:
@@ -193,10 +203,8 @@ class StoreReader:
 
     def frozen_lm_head(self) -> torch.Tensor:
         """Return the target's head [V, H]: the embedding where they are tied."""
-        return from_stored(*read_array(self.path, self._head_name(), self._checksums))
-
-    def _head_name(self) -> str:
-        return EMBED_TOKENS if self.manifest.tied_embeddings else LM_HEAD
+        name = EMBED_TOKENS if self.manifest.tied_embeddings else LM_HEAD
+        return from_stored(*read_array(self.path, name, self._checksums))
 
     def target_config(self) -> dict[str, Any]:
         """Return the target's config.json."""

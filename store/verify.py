@@ -1,0 +1,220 @@
+"""Reading a whole store to find every damaged byte: `dflash inspect-store --verify checksums`.
+
+Each segment is read twice: file by file against checksums.json, then sample by sample, which tells whose rows are hit
+and proves what file checksums cannot: that counts, crc32c and padding are what the writer promises. The second pass
+mostly finds the page cache warm. Damage of any kind becomes a `Problem`, never an exception.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash_train.store.arrays import INNER_ROWS, read_array
+from dflash_train.store.checksums import CHECKSUMS_NAME, Checksum, check_sum, extend_crc, read_checksums, sum_file
+from dflash_train.store.creation import (
+    CHANNEL_SCALE,
+    EMBED_TOKENS,
+    LM_HEAD,
+    TARGET_FILES,
+    manifest_encoding,
+    stale_entries,
+)
+from dflash_train.store.encoding import Encoding
+from dflash_train.store.manifest import Manifest, StoreError, format_id, hash_calibration
+from dflash_train.store.opened import Segment, SegmentFiles, list_segments
+from dflash_train.store.reader import open_manifest
+from dflash_train.store.segment import SEGMENTS, row_arrays
+
+GAP_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One damaged thing: its segment (None: the store's own files), sample id and file where they are known."""
+
+    segment: str | None
+    sample: str | None
+    file: str | None
+    text: str
+
+
+@dataclass
+class VerifyReport:
+    """What was read and what was wrong; a store is sound when problems is empty."""
+
+    problems: list[Problem] = field(default_factory=list)
+    leftovers: list[str] = field(default_factory=list)
+    """Half-written entries of dead runs: harmless, removed by the next extract."""
+    num_segments: int = 0
+    num_samples: int = 0
+    num_bytes: int = 0
+
+
+def verify_store(path: Path, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+    """Read everything in a store and report every problem; progress gets bytes read and bytes in all.
+
+    Raises StoreError only where there is nothing to verify: no store at this path, or one of a newer version.
+    """
+    if not (path / CHECKSUMS_NAME).is_file():
+        open_manifest(path)
+    verifier = _Verifier(path, progress)
+    verifier.verify_root()
+    for name in verifier.segment_ids:
+        verifier.verify_segment(name)
+    return verifier.report
+
+
+class _Verifier:
+    """The state of one verification: the report, progress, and what the root says."""
+
+    def __init__(self, path: Path, progress: Callable[[int, int], None] | None) -> None:
+        self.path = path
+        self.report = VerifyReport(leftovers=[str(entry) for entry in stale_entries(path)])
+        self.encoding: Encoding | None = None
+        self.segment_ids: list[str] = []
+        self._progress = progress
+        self._total_bytes = sum(file.stat().st_size for file in walk(path)) if progress else 0
+
+    def problem(self, segment: str | None, sample: str | None, file: str | None, error: object) -> None:
+        self.report.problems.append(Problem(segment, sample, file, str(error)))
+
+    def verify_root(self) -> None:
+        """Check manifest, calibration and frozen target."""
+        checksums = self._verify_files(self.path, None, self._root_files())
+        sound = not self.report.problems
+        try:
+            self.segment_ids = list_segments(self.path)
+            self.report.num_segments = len(self.segment_ids)
+            manifest = open_manifest(self.path)
+            self.encoding = manifest_encoding(manifest)
+        except ValueError:
+            if sound:
+                raise  # intact, but of a newer version
+            return
+        if sound:
+            for file, error in _root_errors(self.path, manifest, self.encoding, checksums):
+                self.problem(None, None, file, error)
+
+    def _root_files(self) -> Iterator[Path]:
+        """Files of the root that must be listed; unknown entries beside them are none of our business."""
+        yield from (self.path / name for name in ("zarr.json", CHECKSUMS_NAME))
+        for folder in ("calibration", "frozen"):
+            yield from walk(self.path / folder)
+        if (self.path / SEGMENTS).is_dir():
+            yield from (entry for entry in (self.path / SEGMENTS).iterdir() if not entry.is_dir())
+
+    def verify_segment(self, name: str) -> None:
+        """Check one segment's files, table, samples and padding."""
+        folder, num_problems = self.path / SEGMENTS / name, len(self.report.problems)
+        self._verify_files(folder, name, walk(folder))
+        if self.encoding is None:
+            return
+        try:
+            segment = Segment(folder, self.encoding)
+            files = SegmentFiles(segment)
+        except StoreError as error:
+            if len(self.report.problems) == num_problems:
+                self.problem(name, None, None, error)
+            return
+        try:
+            files.check()
+        except StoreError as error:
+            self.problem(name, None, None, error)
+        self.report.num_samples += segment.num_samples
+        for sample in segment.samples.tolist():
+            self._verify_sample(files, *sample)
+        for array in segment.arrays:
+            try:
+                if any(rows.any() for rows in _padding(files, array)):
+                    self.problem(name, None, array, f"{segment.path(array)} has padding rows that are not zero.")
+            except StoreError as error:
+                self.problem(name, None, array, error)
+
+    def _verify_files(self, folder: Path, segment: str | None, files: Iterable[Path]) -> dict[str, Checksum]:
+        """Compare a folder's files with its checksums.json: damaged, missing and unlisted ones are problems."""
+        present = {file.relative_to(folder).as_posix() for file in files if file.exists()}
+        try:
+            checksums = read_checksums(folder)
+        except StoreError as error:
+            self.problem(segment, None, CHECKSUMS_NAME, error)
+            return {}
+        for name in sorted(present - checksums.keys() - {CHECKSUMS_NAME}):
+            self.problem(segment, None, name, f"{folder / name} is not listed in {CHECKSUMS_NAME}.")
+        for name in checksums:
+            try:
+                check_sum(folder, name, sum_file(folder / name, self._advance), checksums)
+            except StoreError as error:
+                self.problem(segment, None, name, error)
+        return checksums
+
+    def _advance(self, num_bytes: int) -> None:
+        self.report.num_bytes += num_bytes
+        if self._progress is not None:
+            self._progress(self.report.num_bytes, max(self._total_bytes, self.report.num_bytes))
+
+    def _verify_sample(
+        self, files: SegmentFiles, identity: int, group: int, first_row: int, length: int, supervised: int, crc32c: int
+    ) -> None:
+        """Read one sample's rows; the arguments are its entry in the table."""
+        segment, sample, crc = files.segment.folder.name, format_id(identity), 0
+        counted = 0
+        for array in row_arrays(files.segment.encoding):
+            try:
+                rows = files.new_rows(array, first_row, length)
+            except StoreError as error:
+                return self.problem(segment, sample, array, error)
+            crc = extend_crc(crc, rows)
+            counted = int(np.count_nonzero(rows))  # of the last array, loss_mask
+        if crc != crc32c:
+            self.problem(segment, sample, None, f"Its rows have crc32c {crc:08x}, not {crc32c:08x}; they are damaged.")
+        elif counted != supervised:
+            self.problem(segment, sample, None, f"It has {counted} supervised tokens but the table says {supervised}.")
+        return None
+
+
+def _padding(files: SegmentFiles, array: str) -> Iterator[NDArray[Any]]:
+    """Yield the rows of an array that belong to no sample, a bounded number at a time."""
+    segment = files.segment
+    starts = [*segment.samples[:, 2].tolist(), segment.num_rows]
+    ends = [0, *(segment.samples[:, 2] + segment.samples[:, 3]).tolist()]
+    if segment.arrays[array].sharded:
+        starts[-1] = math.ceil(segment.num_rows / INNER_ROWS) * INNER_ROWS
+    for end, start in zip(ends, starts, strict=True):
+        for first_row in range(end, start, GAP_ROWS):
+            yield files.new_rows(array, first_row, min(GAP_ROWS, start - first_row))
+
+
+def _root_errors(
+    path: Path, manifest: Manifest, encoding: Encoding, checksums: Mapping[str, Checksum]
+) -> Iterator[tuple[str, str]]:
+    """Yield (file, sentence) where intact files of the root contradict each other."""
+    try:
+        scale = read_array(path, CHANNEL_SCALE, checksums)[0]
+        if scale.shape != (encoding.num_features,) or hash_calibration(scale) != manifest.calibration_hash:
+            yield CHANNEL_SCALE, f"The channel scale of shape {list(scale.shape)} is not the one of the manifest."
+        for table in [EMBED_TOKENS] if manifest.tied_embeddings else [EMBED_TOKENS, LM_HEAD]:
+            shape, wanted = read_array(path, table)[0].shape, (manifest.vocab_size, manifest.hidden_size)
+            if shape != wanted:
+                yield table, f"The frozen table has shape {list(shape)}, wanted {list(wanted)}."
+    except StoreError as error:
+        yield CHECKSUMS_NAME, str(error)
+    for entry in checksums:
+        if entry.startswith(TARGET_FILES) and entry.endswith(".json"):
+            try:
+                json.loads((path / entry).read_bytes())
+            except ValueError as error:
+                yield entry, f"{path / entry} is no JSON: {error}."
+
+
+def walk(folder: Path) -> Iterator[Path]:
+    """Yield every file below a folder, in order."""
+    if folder.is_dir():
+        yield from (entry for entry in sorted(folder.rglob("*")) if not entry.is_dir())

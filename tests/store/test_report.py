@@ -1,0 +1,78 @@
+"""What inspect-store shows."""
+
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from dflash_train.errors import InputError
+from dflash_train.store.reader import StoreReader
+from dflash_train.store.report import find_sample, format_report, sample_report, store_report
+from dflash_train.store.segment import SegmentWriter
+
+
+def test_report_counts_and_measures(maker, tmp_path):
+    path = maker.store(tmp_path / "s.zarr")
+    report = json.loads(json.dumps(store_report(path)))
+    assert (report["segments"], report["samples"], report["tokens"]) == (3, 14, 2 * 711)
+    assert report["length_percentiles"] == {"p0": 1, "p5": 1, "p25": 7, "p50": 32, "p75": 100, "p95": 507, "p100": 507}
+    assert report["quarantined"] == {"no supervised tokens": 1}
+    assert report["sources"] == [{"source": "test"}, {}]
+    assert report["bytes_per_token"] == maker.encoding.bytes_per_token
+    on_disk = sum(file.stat().st_size for file in path.rglob("*") if file.is_file() and file.name != "checksums.json")
+    assert report["size_bytes"] == on_disk
+    reader = StoreReader(path)
+    supervised = sum(int(reader.read(index).loss_mask.sum()) for index in range(14))
+    assert report["supervised_share"] == pytest.approx(supervised / 1422)
+    assert [layer["layer"] for layer in report["features"]] == [1, 2, 3]
+    for layer in report["features"]:
+        assert layer["rms"] == pytest.approx(1, rel=0.1)  # the states are standard normal
+        assert 3 < layer["absmax"] < 6
+
+
+def test_outliers_are_counted(bf16, tmp_path):
+    path = bf16.create(tmp_path / "s.zarr")
+    writer = SegmentWriter(path, bf16.encoding, {})
+    sample = bf16.sample(0, 32)
+    states = np.ones((32, 24), np.float32) * bf16.channel_scale
+    states[:, 9] *= 100  # one of 8 channels of the second layer
+    bits = (states.view(np.uint32) >> 16).astype(np.uint16)
+    writer.append(**(sample | {"features": bits}))
+    writer.commit()
+    shares = [layer["outlier_share"] for layer in store_report(path)["features"]]
+    assert shares == [0, 1 / 8, 0]
+
+
+def test_report_prints(maker, tmp_path):
+    console = Console(record=True, width=120)
+    console.print(format_report(store_report(maker.store(tmp_path / "s.zarr"))))
+    text = console.export_text()
+    assert "org/target @ abc" in text and "1 x no supervised tokens" in text and "1, 2, 3 of 5" in text
+
+
+def test_empty_store_has_a_report(maker, tmp_path):
+    report = store_report(maker.create(tmp_path / "s.zarr"))
+    assert report["samples"] == 0 and report["features"] == [] and report["supervised_share"] == 0.0
+    Console(quiet=True).print(format_report(report))
+
+
+def test_sample_is_found_by_prefix(bf16, tmp_path):
+    path = bf16.create(tmp_path / "s.zarr")
+    writer = SegmentWriter(path, bf16.encoding, {})
+    ids = [0x0123456789ABCDEF, 0x0123FFFFFFFFFFFF, 0x7FFFFFFFFFFFFFFF]
+    for number, identity in enumerate(ids):
+        writer.append(**(bf16.sample(number, 7) | {"sample_id": identity}))
+    writer.commit()
+    reader = StoreReader(path)
+    assert [find_sample(reader, prefix) for prefix in ("01234", "0123F", "7", "7FFFFFFFFFFFFFFF")] == [0, 1, 2, 2]
+    report = sample_report(reader, "01234")
+    assert report["id"] == "0123456789abcdef" and report["length"] == 7
+    assert report["token_ids"] == bf16.sample(0, 7)["token_ids"].tolist()
+    assert sum(report["loss_mask"]) == report["supervised"]
+    with pytest.raises(InputError, match=r"2 samples of .* begin with 0123 \(0123456789abcdef, 0123ffffffffffff"):
+        find_sample(reader, "0123")
+    with pytest.raises(InputError, match="has no sample whose id begins with ffff"):
+        find_sample(reader, "ffffffffffffffff")
+    with pytest.raises(InputError, match="'xyz' is no sample id"):
+        find_sample(reader, "xyz")

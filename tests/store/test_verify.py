@@ -1,0 +1,190 @@
+"""verify_store: a sound store is clean, and any damage anywhere is reported with its place."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from dflash_train.store.checksums import CHECKSUMS_NAME, format_checksums, read_checksums, sum_file
+from dflash_train.store.manifest import StoreError
+from dflash_train.store.opened import Segment
+from dflash_train.store.reader import StoreReader
+from dflash_train.store.verify import verify_store, walk
+
+
+def test_sound_store_is_clean_and_counted(maker, tmp_path):
+    path = maker.store(tmp_path / "s.zarr")
+    steps = []
+    report = verify_store(path, lambda done, total: steps.append((done, total)))
+    assert report.problems == [] and report.leftovers == []
+    assert (report.num_segments, report.num_samples) == (3, 14)
+    assert report.num_bytes == StoreReader(path).num_bytes
+    assert steps == sorted(steps) and steps[-1][0] == report.num_bytes <= steps[-1][1]
+
+
+def test_every_flipped_byte_is_reported(maker, tmp_path):
+    path = maker.store(tmp_path / "s.zarr", segments=1)
+    files = sorted(walk(path))
+    generator = np.random.default_rng(11)
+    places = [(file, offset) for file in files for offset in (0, file.stat().st_size - 1)]  # every file
+    sizes = np.array([file.stat().st_size for file in files])
+    for _ in range(80):  # any byte, of any file
+        file = files[generator.integers(len(files))]
+        places.append((file, int(generator.integers(file.stat().st_size))))
+    for position in generator.integers(0, sizes.sum(), 80).tolist():  # any byte, of the large ones
+        number = int(np.searchsorted(np.cumsum(sizes), position, side="right"))
+        places.append((files[number], position - int(sizes[:number].sum())))
+    assert len(places) >= 200
+    for file, offset in places:
+        data = file.read_bytes()
+        mask = int(generator.integers(1, 256))
+        file.write_bytes(data[:offset] + bytes([data[offset] ^ mask]) + data[offset + 1 :])
+        problems = verify_store(path).problems
+        file.write_bytes(data)
+        assert problems, f"{file} byte {offset} ^ {mask:02x}"
+        relative = file.relative_to(path).parts
+        if relative[0] == "segments" and len(relative) > 2:
+            assert {problem.segment for problem in problems} == {relative[1]}
+            assert problems[0].file == "/".join(relative[2:])
+        else:
+            assert problems[0].segment is None and problems[0].file == "/".join(relative)
+    assert verify_store(path).problems == []
+
+
+def test_damaged_rows_name_the_sample(maker, tmp_path):
+    path = maker.create(tmp_path / "s.zarr")
+    name = maker.add_segment(path, [4, 5, 6])
+    for array in ("features", "token_ids", "loss_mask"):
+        shutil.copytree(path, tmp_path / "copy")
+        segment = Segment(path / "segments" / name, maker.encoding)
+        row = int(segment.samples[1, 2]) + 2
+        file = tmp_path / "copy" / segment.path(array).relative_to(path)
+        data = bytearray(file.read_bytes())
+        data[row * segment.arrays[array].row_bytes] ^= 1
+        file.write_bytes(data)
+        problems = verify_store(tmp_path / "copy").problems
+        assert [(problem.segment, problem.sample) for problem in problems] == [(name, None), (name, f"{1005:016x}")]
+        shutil.rmtree(tmp_path / "copy")
+
+
+@pytest.mark.parametrize("keep", [0, 1, 100, -1])
+def test_short_files_are_reported(maker, tmp_path, keep):
+    path = maker.store(tmp_path / "s.zarr", segments=1)
+    for file in sorted(walk(path)):
+        data = file.read_bytes()
+        if len(data) > abs(keep):
+            file.write_bytes(data[:keep])
+            assert verify_store(path).problems, file
+            file.write_bytes(data)
+
+
+def test_missing_and_unlisted_files_are_reported(maker, tmp_path):
+    path = maker.store(tmp_path / "s.zarr", segments=1)
+    for file in sorted(walk(path)):
+        moved = file.rename(tmp_path / "moved")
+        assert verify_store(path).problems, file
+        moved.rename(file)
+    segment = min((path / "segments").iterdir())
+    for extra in (
+        segment / "notes.txt",
+        segment / "features" / "c" / "0" / "1",
+        path / "frozen" / "more",
+        path / "segments" / "x",
+    ):
+        extra.write_text("x")
+        (problem,) = verify_store(path).problems
+        assert "is not listed in checksums.json" in problem.text
+        extra.unlink()
+    (path / "notes.txt").write_text("not ours")
+    assert verify_store(path).problems == []
+
+
+def test_leftovers_are_told_but_no_problem(maker, tmp_path):
+    path = maker.store(tmp_path / "s.zarr", segments=1)
+    (path / ".staging" / "dead").mkdir()
+    (tmp_path / ".tmp-s.zarr-0123").mkdir()
+    report = verify_store(path)
+    assert report.problems == []
+    assert report.leftovers == [str(path / ".staging" / "dead"), str(tmp_path / ".tmp-s.zarr-0123")]
+
+
+def rewrite(folder, name, change):
+    """Change a file and list its new checksum: damage that only the contents betray."""
+    file = folder / name
+    file.write_bytes(change(file.read_bytes()))
+    checksums = read_checksums(folder) | {name: sum_file(file, lambda num_bytes: None)}
+    (folder / CHECKSUMS_NAME).write_bytes(format_checksums(checksums))
+
+
+def test_counts_and_padding_are_checked_beyond_checksums(maker, tmp_path):
+    path = maker.create(tmp_path / "s.zarr")
+    folder = path / "segments" / maker.add_segment(path, [1, 4])
+
+    def with_copy(name, change):
+        shutil.copytree(folder, tmp_path / "backup")
+        rewrite(folder, name, change)
+        (problem,) = verify_store(path).problems
+        shutil.rmtree(folder)
+        (tmp_path / "backup").rename(folder)
+        return problem
+
+    row_bytes = maker.encoding.num_features * maker.encoding.storage_dtype.itemsize
+    at = 8 * row_bytes  # seven rows, then padding
+    problem = with_copy("features/c/0/0", lambda data: data[:at] + b"\x01" + data[at + 1 :])
+    assert problem.file == "features" and "padding rows that are not zero" in problem.text
+    last = -(4 + 16 * (len((folder / "features/c/0/0").read_bytes()) // (32 * row_bytes))) - 1
+    problem = with_copy("features/c/0/0", lambda data: data[:last] + b"\x01" + data[last + 1 :])
+    assert "padding rows that are not zero" in problem.text
+    problem = with_copy("token_ids/c/0", lambda data: data[:32] + b"\x01" + data[33:])
+    assert problem.file == "token_ids"
+
+    def set_column(row, column, value):
+        def change(data):
+            table = np.frombuffer(data, np.int64).reshape(-1, 6).copy()
+            table[row, column] = value
+            return table.tobytes()
+
+        return change
+
+    problem = with_copy("samples/c/0/0", set_column(1, 4, 0))
+    assert problem.sample == f"{1004:016x}" and "supervised tokens but the table says 0" in problem.text
+    problem = with_copy("samples/c/0/0", set_column(1, 5, 7))
+    assert "not 00000007" in problem.text
+    for row, column, value in [(0, 3, 8), (0, 2, 1), (1, 2, 0), (0, 3, 0), (1, 3, 2**62), (1, 2, -64), (0, 4, 99)]:
+        assert "samples" in with_copy("samples/c/0/0", set_column(row, column, value)).text
+
+    def set_attribute(name, value):
+        def change(data):
+            metadata = json.loads(data)
+            metadata["attributes"][name] = value
+            return json.dumps(metadata).encode()
+
+        return change
+
+    for name, value in [
+        ("num_samples", 3),
+        ("num_tokens", 1),
+        ("num_rows", 10**6),
+        ("num_rows", "x"),
+        ("quarantined", 1),
+    ]:
+        assert with_copy("zarr.json", set_attribute(name, value)).segment == folder.name
+    problem = with_copy("features/zarr.json", lambda data: data.replace(b"uint16", b"int16").replace(b"int8", b"uint8"))
+    assert "features" in problem.text
+
+
+def test_calibration_of_another_store_is_reported(bf16, tmp_path):
+    path = bf16.create(tmp_path / "s.zarr")
+    rewrite(path, "calibration/channel_scale/c/0", lambda data: data[::-1])
+    (problem,) = verify_store(path).problems
+    assert "not the one of the manifest" in problem.text
+
+
+def test_nothing_to_verify_raises(bf16, tmp_path):
+    with pytest.raises(StoreError, match="is not a store"):
+        verify_store(tmp_path)
+    path = bf16.create(tmp_path / "s.zarr")
+    rewrite(path, "zarr.json", lambda data: data.replace(b'"format_version": 1', b'"format_version": 9'))
+    with pytest.raises(StoreError, match="format version 9"):
+        verify_store(path)
