@@ -224,6 +224,7 @@ def _remove(path: Path, files: Files) -> None:
     if trash.exists():
         files.remove_tree(trash)
     files.rename(path, trash)
+    files.sync_directory(path.parent)  # or a power cut could bring the name back without its files
     files.remove_tree(trash)
 
 

@@ -145,6 +145,8 @@ class Trainer:
         buffers = [self._buffer() for _ in range(config.read_ahead if self.step < total else 0)]
         with RowLoader(self.builder, self._keys(), buffers) as loader:
             rows = iter(loader)
+            if self.step == 0 < total:
+                self._evaluate_and_log(log)
             while self.step < total and not stopped:
                 values, stopped = self._train_step(loader, rows)
                 if log is not None:
@@ -154,11 +156,7 @@ class Trainer:
                 self.evaluation = None
                 saving = self.step == total or self.step % config.save_every == 0
                 if not stopped and (saving or self.step % config.evaluate_every == 0):
-                    self.evaluation = self.evaluate()
-                    if self.evaluation is not None:
-                        if log is not None:
-                            log.write("evaluation", self.step, self.evaluation)
-                        self.report(format_evaluation(self.step, self.evaluation))
+                    self._evaluate_and_log(log)
                 if saving or stopped:
                     self.save()
                     saved = self.step
@@ -279,6 +277,13 @@ class Trainer:
                     self._row_loss(self.compiled, row, turn * self.rank.world + self.rank.rank, sums)
                 loader.release(row.buffer)
         return {**sums.reduced(self.rank.world).quality(), "rows": len(self.run.holdout.rows)}
+
+    def _evaluate_and_log(self, log: MetricsLog | None) -> None:
+        self.evaluation = self.evaluate()
+        if self.evaluation is not None:
+            if log is not None:
+                log.write("evaluation", self.step, self.evaluation)
+            self.report(format_evaluation(self.step, self.evaluation))
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 

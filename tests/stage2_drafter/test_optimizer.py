@@ -1,5 +1,6 @@
 """Learning-rate schedules, the single scaling pass, and moments that survive a save."""
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def test_cosine_ends_at_the_lowest_rate() -> None:
     values = rates(100, schedule="cosine", min_lr_ratio=0.1)
     assert values[-1] == pytest.approx(0.1)
     assert values[51] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * 48 / 96)) / 2)
-    assert all(a >= b for a, b in zip(values[4:], values[5:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(values[4:]))
 
 
 def test_wsd_is_flat_and_falls_over_the_last_fifth() -> None:

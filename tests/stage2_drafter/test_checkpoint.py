@@ -1,0 +1,276 @@
+"""What a checkpoint holds, and that no crash leaves half of one."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dflash_train.errors import InputError
+from dflash_train.stage2_drafter.checkpoint import (
+    TrainerState,
+    best_checkpoint,
+    export_tensors,
+    list_checkpoints,
+    load_masters,
+    newest_checkpoint,
+    prune_checkpoints,
+    round_to_bfloat16,
+    safetensors_bytes,
+    save_checkpoint,
+)
+from dflash_train.stage2_drafter.drafter import Drafter, DrafterConfig, load_drafter
+from dflash_train.stage2_drafter.run_folder import read_ledger, rewind_metrics, run_lock, start_ledger
+from dflash_train.store.encoding import make_encoding
+from dflash_train.store.files import Files
+
+ENCODING = make_encoding("bf16", 2, 32)
+SCALE = torch.from_numpy(np.exp(np.random.default_rng(0).standard_normal(64)).astype(np.float32))
+
+
+def save(
+    run: Path,
+    drafter: Drafter,
+    step: int,
+    acceptance: float | None = None,
+    files: Files | None = None,
+) -> None:
+    masters = {name: tensor + step for name, tensor in drafter.named_parameters()}
+    state = TrainerState(
+        step=step,
+        config={"lr": 1e-3},
+        drafter=drafter.config.to_json(),
+        store={},
+        segments=["a", "b"],
+        total_steps=9,
+        random_state={"seed": 0},
+        versions={},
+        evaluation=None if acceptance is None else {"acceptance_length": acceptance},
+    )
+    moments = {f"exp_avg.{name}": tensor * 0.5 for name, tensor in masters.items()}
+    save_checkpoint(
+        run, state=state, masters=masters, optimizer=moments, encoding=ENCODING, channel_scale=SCALE, files=files
+    )
+
+
+def check_whole(run: Path, drafter: Drafter) -> list[int]:
+    """The steps of all checkpoints, each of which must be readable to the last byte."""
+    for checkpoint in list_checkpoints(run):
+        assert checkpoint.state().step == checkpoint.step
+        masters, moments = checkpoint.masters(), checkpoint.optimizer()
+        for name, parameter in drafter.named_parameters():
+            assert torch.equal(masters[name], parameter + checkpoint.step)
+            assert torch.equal(moments[f"exp_avg.{name}"], masters[name] * 0.5)
+        assert load_drafter(checkpoint.path).config == drafter.config
+    return [checkpoint.step for checkpoint in list_checkpoints(run)]
+
+
+@pytest.fixture
+def drafter(make_config: Callable[..., DrafterConfig]) -> Drafter:
+    return Drafter(make_config(num_hidden_layers=1), seed=1)
+
+
+def test_safetensors_stream_equals_the_library(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.arange(6.0).reshape(2, 3),
+        "b": torch.tensor([1.5, -2.0]).bfloat16(),
+        "step": torch.tensor(7.0),
+        "ids": torch.tensor([[2**40]]),
+        "transposed": torch.arange(6.0).reshape(2, 3).T,
+    }
+    (tmp_path / "x.safetensors").write_bytes(b"".join(safetensors_bytes(tensors, {"format": "pt"})))
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor)
+
+
+def test_rounding_is_to_nearest_once() -> None:
+    tie = 1 + 2.0**-8
+    values = torch.tensor(
+        [tie + 2.0**-40, -tie - 2.0**-40, tie, 1 + 3 * 2.0**-8, 0.0, -0.0, 1e-42, 3.0], dtype=torch.float64
+    )
+    once = [1 + 2.0**-7, -1 - 2.0**-7, 1.0, 1 + 2.0**-6, 0.0, -0.0]
+    assert round_to_bfloat16(values).double().tolist()[:6] == once
+    assert values.float().bfloat16()[0] == 1.0  # torch's own cast rounds twice
+    random = torch.from_numpy(np.random.default_rng(0).standard_normal(10_000) * np.logspace(-20, 20, 10_000))
+    rounded = round_to_bfloat16(random)
+    bits = rounded.view(torch.int16)
+    error = (rounded.double() - random).abs()
+    for neighbour in (bits - 1, bits + 1):
+        assert (error <= (neighbour.view(torch.bfloat16).double() - random).abs()).all()
+
+
+@pytest.mark.parametrize("encoding_name", ["bf16", "int8"])
+def test_exported_fc_acts_on_raw_states_as_the_trained_one_on_scaled_states(
+    encoding_name: str, drafter: Drafter
+) -> None:
+    encoding = make_encoding(encoding_name, 2, 32)
+    masters = dict(drafter.named_parameters())
+    exported = export_tensors(masters, encoding, SCALE)
+    assert exported.keys() == masters.keys()
+    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
+    exact = masters["fc.weight"].detach().double() / SCALE.double()
+    assert torch.equal(exported["fc.weight"], round_to_bfloat16(exact))
+    states = torch.randn(5, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * SCALE
+    trained = (states / SCALE.double()) @ masters["fc.weight"].detach().double().T
+    torch.testing.assert_close(states @ exact.T, trained, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(states @ exported["fc.weight"].double().T, trained, rtol=0, atol=2**-8 * 8 * 0.02 * 3)
+
+
+def test_checkpoint_holds_the_drafter_and_nothing_frozen(tmp_path: Path, drafter: Drafter) -> None:
+    save(tmp_path, drafter, 3)
+    folder = tmp_path / "checkpoints" / "step-00000003"
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    names = ["masters.safetensors", "optimizer.safetensors", "state.json"]
+    assert files == ["config.json", "model.safetensors", *(f"trainer/{name}" for name in names)]
+    tensors = load_file(folder / "model.safetensors")
+    assert set(tensors) == {name for name, _ in drafter.named_parameters()}
+    assert not any("embed" in name or "lm_head" in name for name in tensors)
+    assert json.loads((folder / "config.json").read_text()) == drafter.config.to_json()
+    assert json.loads((folder / "trainer" / "state.json").read_text())["segments"] == ["a", "b"]
+
+
+def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path, drafter: Drafter) -> None:
+    for step, acceptance in ((1, 1.5), (2, 2.5), (3, None), (4, 2.0), (5, None)):
+        save(tmp_path, drafter, step, acceptance)
+    prune_checkpoints(tmp_path, keep=2)
+    assert check_whole(tmp_path, drafter) == [2, 4, 5]
+    best, newest = best_checkpoint(tmp_path), newest_checkpoint(tmp_path)
+    assert best is not None and newest is not None
+    assert (best.step, newest.step) == (2, 5)
+
+
+def test_masters_of_another_drafter_are_refused(tmp_path: Path, drafter: Drafter, make_config: Any) -> None:
+    other = Drafter(make_config(num_hidden_layers=1, intermediate_size=7), seed=1)
+    with pytest.raises(InputError, match=r"mlp.gate_proj.weight is of shape \[48, 32\].* needs \[7, 32\]"):
+        load_masters(other.named_parameters(), dict(drafter.named_parameters()), tmp_path)
+
+
+def test_damaged_state_names_the_folder_and_the_way_out(tmp_path: Path, drafter: Drafter) -> None:
+    save(tmp_path, drafter, 1)
+    checkpoint = list_checkpoints(tmp_path)[0]
+    (checkpoint.path / "trainer" / "state.json").write_text("{")
+    with pytest.raises(InputError, match="step-00000001 cannot be resumed from.*Delete this folder"):
+        checkpoint.state()
+    (checkpoint.path / "trainer" / "masters.safetensors").write_bytes(b"short")
+    with pytest.raises(InputError, match="masters.safetensors cannot be read"):
+        checkpoint.masters()
+
+
+class Crash(BaseException):
+    """The power went: nothing of ours runs after it."""
+
+
+class CrashingFiles(Files):
+    """Stops before call `last` (counting from 0); `power_cut` then drops what was not fsynced."""
+
+    def __init__(self, last: int) -> None:
+        self.calls, self.last = 0, last
+        self.unsynced: set[Path] = set()
+        self.renamed: list[tuple[Path, Path]] = []
+        self.paths: dict[int, Path] = {}
+
+    def _call(self) -> None:
+        if self.calls == self.last:
+            raise Crash
+        self.calls += 1
+
+    def open(self, path: Path) -> int:
+        self._call()
+        descriptor = super().open(path)
+        self.paths[descriptor] = path
+        self.unsynced.add(path)
+        return descriptor
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        self._call()
+        return super().write(descriptor, data)
+
+    def fsync(self, descriptor: int) -> None:
+        self._call()
+        self.unsynced.discard(self.paths[descriptor])
+
+    def make_directory(self, path: Path) -> None:
+        self._call()
+        super().make_directory(path)
+
+    def sync_directory(self, path: Path) -> None:
+        self._call()
+        self.renamed = [(old, new) for old, new in self.renamed if new.parent != path]
+
+    def rename(self, source: Path, destination: Path) -> None:
+        self._call()
+        super().rename(source, destination)
+        self.renamed.append((source, destination))
+        moved = {path for path in self.unsynced if path.is_relative_to(source)}
+        self.unsynced = self.unsynced - moved | {destination / path.relative_to(source) for path in moved}
+
+    def remove_tree(self, path: Path) -> None:
+        self._call()
+        for file in [file for file in path.rglob("*") if file.is_file()]:  # half of it is gone when the power goes
+            file.unlink()
+            self._call()
+        super().remove_tree(path)
+
+    def power_cut(self) -> None:
+        for path in self.unsynced:
+            if path.exists():
+                path.write_bytes(b"")
+        for old, new in reversed(self.renamed):
+            if new.exists() and not old.exists():
+                new.rename(old)
+
+
+@pytest.mark.parametrize("power_cut", [False, True])
+def test_no_crash_point_leaves_half_a_checkpoint(tmp_path: Path, drafter: Drafter, power_cut: bool) -> None:
+    last = 0
+    while True:
+        run = tmp_path / str(last)
+        save(run, drafter, 1)
+        files = CrashingFiles(last)
+        try:
+            save(run, drafter, 2, files=files)
+            prune_checkpoints(run, 1, files)
+        except Crash:
+            if power_cut:
+                files.power_cut()
+            steps = check_whole(run, drafter)
+            assert steps in ([1], [1, 2], [2])
+            prune_checkpoints(run, 1)  # the next start, which then trains and saves again
+            save(run, drafter, 2)
+            prune_checkpoints(run, 1)
+            assert check_whole(run, drafter) == [2]
+            assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002"]
+            last += 1
+        else:
+            break
+    assert last > 50
+    assert check_whole(run, drafter) == [2]
+
+
+def test_run_lock_refuses_a_second_trainer(tmp_path: Path) -> None:
+    with run_lock(tmp_path), pytest.raises(InputError, match=r"in use by process \d+"), run_lock(tmp_path):
+        pass
+    with run_lock(tmp_path):
+        pass
+
+
+def test_ledger_survives_a_torn_line(tmp_path: Path) -> None:
+    assert read_ledger(tmp_path) is None
+    start_ledger(tmp_path, ["b", "a"])
+    with (tmp_path / "ledger.jsonl").open("a") as file:
+        file.write('{"step": 9, "segm')
+    assert read_ledger(tmp_path) == ["b", "a"]
+
+
+def test_rewinding_drops_later_steps_and_a_torn_line(tmp_path: Path) -> None:
+    lines = [json.dumps({"kind": "train", "step": step}) for step in range(1, 6)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"kind": "tr')
+    rewind_metrics(tmp_path, 3)
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines[:3]
