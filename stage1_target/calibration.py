@@ -58,7 +58,7 @@ class ChannelMedians:
 
         low, high = LOG_RANGE
         rows = max(1, SLICE_BYTES // (8 * self._num_channels))
-        for piece in values.split(rows):
+        for piece in torch.split(values, rows):
             logarithm = piece.float().abs().clamp_min(10.0**low).log10()
             bins = ((logarithm - low) * (NUM_BINS / (high - low))).long().clamp_(0, NUM_BINS - 1)
             bins = (bins + self._offsets).flatten()
@@ -92,7 +92,7 @@ def calibrate(target: Target, batches: Iterable[tuple[torch.Tensor, list[int]]])
         states = target.hidden_states(token_ids)
         valid = torch.arange(token_ids.shape[1])[None, :] < torch.tensor(lengths)[:, None]
         tokens = states[valid.to(states.device)]
-        rms = torch.cat([piece.float().square().mean(dim=1).sqrt() for piece in tokens.split(1024)])
+        rms = torch.cat([piece.float().square().mean(dim=1).sqrt() for piece in torch.split(tokens, 1024)])
         finite = torch.isfinite(rms) & (rms > 0)
         seen.append(rms[finite].cpu())
         if not len(seen[-1]):
@@ -100,7 +100,7 @@ def calibrate(target: Target, batches: Iterable[tuple[torch.Tensor, list[int]]])
         # the median of all tokens so far: sinks are one to a few tokens a sample, so it settles at once
         keep = finite & (rms <= SINK_FACTOR * float(torch.cat(seen).median()))
         tokens, rms = tokens[keep], rms[keep]
-        for piece, piece_rms in zip(tokens.split(1024), rms.split(1024), strict=True):
+        for piece, piece_rms in zip(torch.split(tokens, 1024), torch.split(rms, 1024), strict=True):
             medians.add(piece.float() / piece_rms[:, None])
     if not medians.num_tokens:
         raise InputError(

@@ -64,8 +64,9 @@ class Dealer:
     def lost(self, worker: int, stored: Iterable[int] = ()) -> int:
         """A worker died: deal its samples again, but for those `stored` after all; return how many."""
         stored = set(stored)
-        deals = {id(deal): deal for deal in self._uncommitted.pop(worker, {}).values()}
-        left = [(deal, deal.num_deaths) for deal in deals.values()]
+        open_samples = self._uncommitted.pop(worker, {})
+        stored.update(index for deal in open_samples.values() for index in deal.indices if index not in open_samples)
+        left = [(deal, deal.num_deaths) for deal in {id(deal): deal for deal in open_samples.values()}.values()]
         for position, deal in enumerate(self._running.pop(worker, [])):
             left.append((deal, deal.num_deaths + (position == 0)))
         count = 0

@@ -79,7 +79,8 @@ class Forwarder:
         self._encoding = encoding
         self._channel_scale = torch.from_numpy(channel_scale).to(target.device)
         self._table = table
-        self._copies = torch.cuda.Stream(target.device) if target.device.type == "cuda" else None
+        on_cuda = target.device.type == "cuda"
+        self._copies: Any = torch.cuda.Stream(target.device) if on_cuda else None  # type: ignore[no-untyped-call]
 
     def run(self, indices: Sequence[int]) -> Iterator[EncodedBatch]:
         """Encode the samples at `indices`; where the device's memory does not suffice, in halves.
@@ -113,7 +114,7 @@ class Forwarder:
         valid = torch.arange(token_ids.shape[1])[None, :] < torch.tensor(lengths)[:, None]
         rows = self._to_device(valid.flatten().nonzero()[:, 0])
         tokens = self._target.hidden_states(self._to_device(token_ids)).flatten(0, 1)[rows]
-        layers = tokens.unflatten(-1, (self._encoding.num_layers, self._encoding.hidden_size))
+        layers = tokens.view(len(tokens), self._encoding.num_layers, self._encoding.hidden_size)
         finite = layers.sum(-1, dtype=torch.float32).isfinite()  # a sum needs no mask as large as the states
         features, scales = self._encoding.encode(tokens, self._channel_scale)
         if self._copies is None:
@@ -121,7 +122,7 @@ class Forwarder:
         self._copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copies):
             on_host = [self._to_host(tensor) for tensor in (features, scales, finite)]
-            copied = torch.cuda.Event()
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._copies)
         return EncodedBatch(indices, lengths, on_host[0], on_host[1], on_host[2], copied)  # type: ignore[arg-type]
 

@@ -1,0 +1,80 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_train.errors import InputError
+from dflash_train.stage1_target.calibration import ChannelMedians, calibrate, channel_scale, draw_samples
+from dflash_train.stage1_target.target import Target, TargetConfig, load_target
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Callable[..., Path]) -> Target:
+    return load_target(TargetConfig(name=str(tiny_target("llama"))), (1, 2), "cpu")
+
+
+def batch(seed: int) -> tuple[torch.Tensor, list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(4, 300, (3, 50), generator=generator), [50, 31, 7]
+
+
+def test_channel_scale_matches_plain_medians_without_padding(target: Target) -> None:
+    batches = [batch(seed) for seed in range(3)]
+    states = torch.cat(
+        [
+            row[:length]
+            for token_ids, lengths in batches
+            for row, length in zip(target.hidden_states(token_ids), lengths, strict=True)
+        ]
+    ).double()
+    normalised = states / states.square().mean(dim=1, keepdim=True).sqrt()
+    wanted = 1.4826 * np.median(normalised.abs().numpy(), axis=0)
+    found = calibrate(target, batches)
+    assert found.shape == (64,) and found.dtype == np.float32
+    np.testing.assert_allclose(found, wanted, rtol=0.03)  # half a bin of 2.0 %, and gaps between 264 values
+
+
+def test_histogram_median_is_within_a_percent_of_the_exact_one() -> None:
+    values = torch.randn(20_001, 7, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 2, 7)
+    medians = ChannelMedians(7, torch.device("cpu"))
+    for piece in torch.split(values, 1000):
+        medians.add(piece)
+    np.testing.assert_allclose(medians.medians(), np.median(values.abs().numpy(), axis=0), rtol=0.01)
+
+
+def test_sinks_and_broken_tokens_do_not_move_the_scale(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = torch.randn(1, 1000, 64, generator=torch.Generator().manual_seed(0))
+    spoiled = states.clone()
+    spoiled[0, :300] *= 1000.0
+    spoiled[0, :300, 5] *= 1000.0  # another direction, which a median over them would see
+    spoiled[0, 300] = float("nan")
+
+    def scale_of(states: torch.Tensor) -> np.ndarray:
+        monkeypatch.setattr(Target, "hidden_states", lambda _self, _ids: states)
+        return calibrate(target, [(torch.zeros(1, states.shape[1], dtype=torch.int64), [states.shape[1]])])
+
+    np.testing.assert_allclose(scale_of(spoiled), scale_of(states[:, 301:]), rtol=1e-6)
+    with pytest.raises(InputError, match="No calibration token has finite states"):
+        scale_of(torch.full((1, 3, 64), float("inf")))
+
+
+def test_floor_is_a_thousandth_of_the_layers_median() -> None:
+    medians = np.array([1.0, 2.0, 3.0, 0.0] + [10.0, 20.0, 30.0, 0.001])
+    scale = channel_scale(medians, 2)
+    np.testing.assert_allclose(scale[:3], 1.4826 * medians[:3], rtol=1e-6)
+    assert scale[3] == pytest.approx(1e-3 * 1.4826 * 1.5) and scale[7] == pytest.approx(1e-3 * 1.4826 * 15)
+    assert (channel_scale(np.zeros(4), 1) > 0).all()
+
+
+def test_draw_is_seeded_and_just_large_enough() -> None:
+    lengths = np.random.default_rng(0).integers(1, 100, 507)
+    drawn = draw_samples(lengths, 1000, seed=0)
+    assert lengths[drawn].sum() >= 1000 > lengths[drawn[:-1]].sum()
+    assert (
+        drawn.tolist() == draw_samples(lengths, 1000, seed=0).tolist() != draw_samples(lengths, 1000, seed=1).tolist()
+    )
+    assert sorted(draw_samples(lengths, 10**9, seed=0)) == list(range(507))

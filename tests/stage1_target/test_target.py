@@ -1,0 +1,236 @@
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_train.errors import InputError
+from dflash_train.stage1_target.identity import build_manifest, config_hash, frozen_target, weights_fingerprint
+from dflash_train.stage1_target.target import (
+    Target,
+    TargetConfig,
+    check_target_layer_ids,
+    default_target_layer_ids,
+    load_model_config,
+    load_target,
+    make_target,
+)
+from dflash_train.store.encoding import make_encoding
+
+torch.set_num_threads(1)
+TAPS = (0, 1, 3)
+ROUNDING = float(torch.finfo(torch.float32).eps)
+
+
+def load(folder: Path, layers: tuple[int, ...] = TAPS) -> Target:
+    return load_target(TargetConfig(name=str(folder)), layers, "cpu")
+
+
+def ragged_rows(vocab_size: int, lengths: tuple[int, ...] = (70, 33, 1, 64)) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    samples = [torch.randint(4, vocab_size, (length,), generator=generator) for length in lengths]
+    return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True), samples
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mixture_of_experts", "linear_attention"])
+def test_tapped_states_equal_hidden_states_of_unpadded_forwards(tiny_target: Callable[..., Path], kind: str) -> None:
+    target = load(tiny_target(kind))
+    padded, samples = ragged_rows(target.vocab_size)
+    states = target.hidden_states(padded)
+    assert states.shape == (4, 70, 3 * 32) and states.dtype == torch.float32
+    for row, sample in zip(states, samples, strict=True):
+        with torch.no_grad():
+            all_states = target.model(sample[None], output_hidden_states=True).hidden_states
+        wanted = torch.cat([all_states[i + 1][0] for i in TAPS], dim=-1)
+        # Other shapes take other matrix kernels, which add in another order: sums of up to 64 products, in 4 layers of
+        # some 6 products each, each off by at most half a unit in the last place a step, which add up like a random
+        # walk: sqrt(64 * 24) / 2 = 20 units of the largest value. A wrong layer or a visible pad is off by its size.
+        torch.testing.assert_close(row[: len(sample)], wanted, rtol=0, atol=20 * ROUNDING * float(wanted.abs().max()))
+
+
+def test_layers_above_the_last_tap_never_run(tiny_target: Callable[..., Path]) -> None:
+    target = load(tiny_target("llama"), (0, 2))
+    calls: list[int] = []
+    for i, layer in enumerate(target.layers):
+        layer.register_forward_hook(lambda *_, i=i: calls.append(i))
+    target.model.get_output_embeddings().register_forward_hook(lambda *_: calls.append(-1))
+    padded, _ = ragged_rows(target.vocab_size)
+    for _ in range(2):
+        calls.clear()
+        target.hidden_states(padded)
+        assert calls in ([0, 1, 2], [0, 1])  # the tap's own hook may end the forward before the counting one
+    with torch.no_grad():
+        target.model(padded)  # the model itself is untouched
+    assert calls[-6:] == [0, 1, 2, 3, 4, -1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "embedding_scale", "logit_scale", "softcap", "tied"),
+    [
+        ("llama", 1.0, 1.0, None, True),
+        ("qwen3", 1.0, 1.0, None, False),
+        ("gpt2", 1.0, 1.0, None, True),
+        ("gemma2", 32**0.5, 1.0, 5.0, True),
+        ("cohere", 1.0, 0.25, None, True),
+        ("granite", 12.0, 1 / 8, None, False),
+    ],
+)
+def test_scales_and_softcap_reproduce_the_logits(
+    tiny_target: Callable[..., Path],
+    kind: str,
+    embedding_scale: float,
+    logit_scale: float,
+    softcap: float | None,
+    tied: bool,
+) -> None:
+    target = load(tiny_target(kind))
+    assert target.embedding_scale == pytest.approx(embedding_scale, rel=1e-6)
+    assert (target.logit_scale, target.logit_softcap) == (logit_scale, softcap)
+    assert (target.lm_head is None) == tied
+    padded, _ = ragged_rows(target.vocab_size, (40,))
+    with torch.no_grad():
+        final = target.decoder(input_ids=padded).last_hidden_state
+        logits = final @ (target.embed_tokens if target.lm_head is None else target.lm_head).T * target.logit_scale
+        if target.logit_softcap is not None:
+            logits = target.logit_softcap * torch.tanh(logits / target.logit_softcap)
+        torch.testing.assert_close(logits, target.model(padded).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_logit_scale_that_no_config_names_is_measured(tiny_target: Callable[..., Path]) -> None:
+    target = load(tiny_target("qwen3"))
+    target.model.lm_head.register_forward_hook(lambda _module, _arguments, output: output * 3.0)
+    again = make_target(target.config, target.model, target.tokenizer, TAPS)
+    assert again.logit_scale == pytest.approx(3.0, rel=1e-5)
+    target.model.lm_head.register_forward_hook(lambda _module, _arguments, output: output.relu())
+    with pytest.raises(InputError, match="no scaled .* product of its final states and its head"):
+        make_target(target.config, target.model, target.tokenizer, TAPS)
+
+
+def test_head_with_bias_is_refused(tiny_target: Callable[..., Path]) -> None:
+    target = load(tiny_target("qwen3"))
+    target.model.lm_head.bias = torch.nn.Parameter(torch.zeros(target.vocab_size))
+    with pytest.raises(InputError, match="head of the target .* has a bias"):
+        make_target(target.config, target.model, target.tokenizer, TAPS)
+
+
+def test_checkpoint_without_all_weights_is_refused(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = tiny_target("qwen3")
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=r"lacks 1 of its weights \(lm_head.weight\)"):
+        load(tmp_path)
+
+
+def test_model_without_a_stack_of_layers_is_refused(tiny_target: Callable[..., Path]) -> None:
+    target = load(tiny_target("llama"))
+    target.model.model.layers = torch.nn.ModuleList(list(target.layers)[:2])
+    with pytest.raises(InputError, match="No list of 5 decoder layers was found in LlamaModel"):
+        make_target(target.config, target.model, target.tokenizer, (0,))
+
+
+def test_layers_that_run_twice_are_refused(tiny_target: Callable[..., Path]) -> None:
+    target = load(tiny_target("llama"))
+    target.model.model.layers[2] = target.model.model.layers[1]
+    with pytest.raises(InputError, match="do not run once each, in order"):
+        make_target(target.config, target.model, target.tokenizer, (0,))
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("/no/such/folder", "Could not load the config of the target '/no/such/folder'"),
+        ("/no/such/file.gguf", "'/no/such/file.gguf' is no file"),
+    ],
+)
+def test_wrong_name_is_one_sentence(name: str, match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        load_model_config(TargetConfig(name=name))
+
+
+def test_gguf_without_its_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "gguf" else object())
+    with pytest.raises(
+        InputError, match=r"needs the package gguf; install the extra: pip install 'dflash-train\[gguf\]'"
+    ):
+        load_model_config(TargetConfig(name=str(tmp_path / "model.gguf")))
+
+
+def test_loading_prints_nothing(tiny_target: Callable[..., Path]) -> None:
+    code = (
+        "import sys; from dflash_train.stage1_target.target import TargetConfig, load_target\n"
+        "import torch; target = load_target(TargetConfig(name=sys.argv[1]), (0,), 'cpu')\n"
+        "target.hidden_states(torch.zeros(2, 3, dtype=torch.int64))"
+    )
+    command = [sys.executable, "-c", code, tiny_target("linear_attention")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_taps", "ids"),
+    [
+        (28, 5, (1, 7, 13, 19, 25)),
+        (36, 5, (1, 9, 17, 25, 33)),
+        (64, 5, (1, 16, 31, 46, 61)),
+        (40, 8, (1, 6, 11, 16, 22, 27, 32, 37)),
+        (5, 1, (2,)),
+        (5, 2, (1, 2)),
+    ],
+)
+def test_default_layers_follow_z_labs_rule(num_layers: int, num_taps: int, ids: tuple[int, ...]) -> None:
+    assert default_target_layer_ids(num_layers, num_taps) == ids
+
+
+@pytest.mark.parametrize(
+    ("ids", "match"),
+    [
+        ((0, 4), "Target layer 4 is the last one, whose output engines cannot tap"),
+        ((0, 5), "do not exist in a target of 5 layers; choose from 0 to 3"),
+        ((-1, 2), "do not exist"),
+        ((2, 1), "not ascending and distinct"),
+        ((1, 1), "not ascending and distinct"),
+        ((), "No target layer is named"),
+    ],
+)
+def test_wrong_layers_are_refused(ids: tuple[int, ...], match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        check_target_layer_ids(ids, 5)
+
+
+def test_more_taps_than_the_rule_has_are_refused() -> None:
+    with pytest.raises(InputError, match="A target of 5 layers has no 4 taps by z-lab's rule"):
+        default_target_layer_ids(5, 4)
+
+
+def test_fingerprint_tells_weights_apart_and_survives_a_reload(tiny_target: Callable[..., Path]) -> None:
+    first, again, other = load(tiny_target("llama")), load(tiny_target("llama")), load(tiny_target("llama", seed=1))
+    assert weights_fingerprint(first.model) == weights_fingerprint(again.model)
+    assert weights_fingerprint(first.model) != weights_fingerprint(other.model)
+    with torch.no_grad():
+        again.model.model.norm.weight[7] += 1e-3
+    assert weights_fingerprint(first.model) != weights_fingerprint(again.model)
+
+
+def test_manifest_and_frozen_tables_are_the_targets(tiny_target: Callable[..., Path], tiny_tokenizer: Any) -> None:
+    from dflash_train.store.encoding import from_stored
+
+    target = load(tiny_target("qwen3"))
+    manifest = build_manifest(target, make_encoding("int8", 3, 32), "0" * 16)
+    assert (manifest.target_name, manifest.target_dtype) == (tiny_target("qwen3").name, "float32")
+    assert (manifest.num_target_layers, manifest.hidden_size, manifest.vocab_size) == (5, 32, len(tiny_tokenizer))
+    assert (manifest.tied_embeddings, manifest.quantization, manifest.encoding) == (False, None, "int8")
+    assert manifest.target_config_hash == config_hash(load_model_config(target.config))
+    frozen = frozen_target(target)
+    assert frozen.lm_head is not None
+    assert torch.equal(from_stored(frozen.embed_tokens, frozen.dtype_view), target.model.get_input_embeddings().weight)
+    assert torch.equal(from_stored(frozen.lm_head, frozen.dtype_view), target.model.lm_head.weight)
+    assert frozen.config["hidden_size"] == 32 and "tokenizer.json" in frozen.files
