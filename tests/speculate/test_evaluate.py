@@ -13,6 +13,7 @@ from rich.console import Console
 
 from dflash_train.errors import InputError
 from dflash_train.speculate import evaluate as evaluation
+from dflash_train.speculate.decode import plain_decode, speculative_decode
 from dflash_train.speculate.evaluate import EvaluateConfig, evaluate, format_evaluation, stop_token_ids
 from dflash_train.speculate.loading import load_drafter
 from dflash_train.stage1_target.target import TargetConfig, load_target
@@ -121,8 +122,6 @@ def test_without_plain_decoding_there_is_no_speedup(config: EvaluateConfig) -> N
 
 
 def test_a_wrong_output_is_reported(config: EvaluateConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    speculative_decode = evaluation.speculative_decode
-
     def corrupted(*arguments: Any) -> Any:
         result = speculative_decode(*arguments)
         result.token_ids[1] = (result.token_ids[1] + 1) % 400
@@ -141,7 +140,6 @@ def test_the_prompt_is_put_under_the_chat_template(
     config: EvaluateConfig, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Sequence[int]] = []
-    plain_decode = evaluation.plain_decode
 
     def watched(target: Any, prompt: Sequence[int], *arguments: Any) -> Any:
         seen.append(prompt)
