@@ -136,6 +136,13 @@ def with_compile_cache(device: Device, folder: Path) -> Device:
     return Device(device.label, device.torch_device, {**device.environment, **caches})
 
 
+def use_device(device: Device) -> str:
+    """Make `device` the only one that this very process sees, before torch is imported; returns its torch name."""
+    assert "torch" not in sys.modules, "torch has read the environment already"
+    os.environ.update(device.environment)
+    return device.torch_device
+
+
 @dataclass(frozen=True)
 class TorchrunPlace:
     """This process's place among those that torchrun started."""

@@ -12,7 +12,9 @@ conversation becomes one sample per assistant turn, with only that turn supervis
 Legend: T tokens of a sample.
 """
 
+import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,6 +232,13 @@ class MaskTokenizer:
 def _token_text(rendering: Rendering, offsets: NDArray[np.int64], position: int) -> str:
     start, end = offsets[position]
     return rendering.text[start:end].strip()
+
+
+def mark_supervised(tokenizer: Any, token_ids: Sequence[int], loss_mask: Sequence[int]) -> str:
+    """The text of a sample with each run of supervised tokens between ⟦ and ⟧."""
+    runs = itertools.groupby(zip(token_ids, loss_mask, strict=True), key=lambda pair: bool(pair[1]))
+    texts = ((counts, tokenizer.decode([token for token, _ in run], skip_special_tokens=False)) for counts, run in runs)
+    return "".join(f"⟦{text}⟧" if counts else text for counts, text in texts)
 
 
 def hash_tokenizer(tokenizer: Any) -> str:

@@ -28,6 +28,7 @@ from dflash_train.store.creation import (
     stale_entries,
 )
 from dflash_train.store.encoding import Encoding
+from dflash_train.store.files import format_bytes
 from dflash_train.store.manifest import Manifest, StoreError, format_id, hash_calibration
 from dflash_train.store.opened import Segment, SegmentFiles, list_segments
 from dflash_train.store.reader import open_manifest
@@ -70,6 +71,17 @@ def verify_store(path: Path, progress: Callable[[int, int], None] | None = None)
     for name in verifier.segment_ids:
         verifier.verify_segment(name)
     return verifier.report
+
+
+def format_verification(report: VerifyReport) -> str:
+    """The result as text: what was read, then a line for each problem."""
+    read = f"{report.num_segments:,} segments, {report.num_samples:,} samples, {format_bytes(report.num_bytes)} read"
+    lines = [f"{read}: {f'{len(report.problems):,} problems' if report.problems else 'no problem'}"]
+    for problem in report.problems:
+        where = {"segment": problem.segment, "sample": problem.sample, "file": problem.file}
+        lines.append(f"  {', '.join(f'{name} {value}' for name, value in where.items() if value)}: {problem.text}")
+    lines += [f"  left over by a dead run, removed by the next extract: {name}" for name in report.leftovers]
+    return "\n".join(lines)
 
 
 class _Verifier:
