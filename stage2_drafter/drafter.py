@@ -80,7 +80,8 @@ class Attention(nn.Module):
         """x [B,N,H] -> rotated keys and values, [B,Hkv,N,d] each, in one product."""
         both = F.linear(x, torch.cat((self.k_proj.weight, self.v_proj.weight)))
         k, v = both.view(*both.shape[:-1], -1, self.head_dim).transpose(1, 2).chunk(2, dim=1)
-        return rotate(self.k_norm.in_fp32(k), cos, sin).to(v.dtype), v
+        # Contiguous: inductor's flex_attention on the CPU reads a view into a wider tensor at offset 0 (torch 2.13).
+        return rotate(self.k_norm.in_fp32(k), cos, sin).to(v.dtype), v.contiguous()
 
 
 class Mlp(nn.Module):
