@@ -1,0 +1,249 @@
+"""Every point at which a power cut or a kill can stop the writers: what is left opens, is sound, and can be gone on with.
+
+`CrashingFiles` stops the process, as it were, after call n. Then the disk is looked at twice: as the system calls left
+it, and as a power cut might, where only fsynced contents and directory entries of synced directories are there.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_train.store.creation import clean_staging, create_store, store_lock
+from dflash_train.store.files import Files, list_temporaries, write_directory
+from dflash_train.store.manifest import StoreError
+from dflash_train.store.reader import StoreReader, open_manifest
+from dflash_train.store.segment import SegmentWriter
+from dflash_train.store.verify import verify_store
+
+
+class Crash(BaseException):
+    """The power is gone: nothing may clean up after it."""
+
+
+class Node:
+    """A file (data) or a directory (entries), each as the system calls left it and as it is on the disk."""
+
+    def __init__(self, data: bytes = b"") -> None:
+        self.data = self.durable_data = data
+        self.entries: dict[str, Node] = {}
+        self.durable_entries: dict[str, Node] = {}
+        self.is_directory = False
+
+    def sync(self) -> None:
+        self.durable_data, self.durable_entries = self.data, dict(self.entries)
+
+    def write_durable(self, path: Path) -> None:
+        if not self.is_directory:
+            path.write_bytes(self.durable_data)
+            return
+        path.mkdir()
+        for name, node in self.durable_entries.items():
+            node.write_durable(path / name)
+
+
+def load(path: Path) -> Node:
+    """Model a tree that is durable already."""
+    node = Node(b"" if path.is_dir() else path.read_bytes())
+    if path.is_dir():
+        node.is_directory = True
+        node.entries = {entry.name: load(entry) for entry in path.iterdir()}
+    node.sync()
+    return node
+
+
+class CrashingFiles(Files):
+    """Do the real calls below root, model what is durable, and crash after num_calls of them (a write: halfway)."""
+
+    def __init__(self, root: Path, num_calls: int | None = None) -> None:
+        self.root = root
+        self.left = num_calls
+        self.num_calls = 0
+        self.tree = load(root)
+        self._open: dict[int, Node] = {}
+
+    def node(self, path: Path) -> Node:
+        node = self.tree
+        for part in path.relative_to(self.root).parts:
+            node = node.entries[part]
+        return node
+
+    def call(self, action: Callable[[], Any]) -> Any:
+        if self.left is not None and self.num_calls >= self.left:
+            raise Crash
+        result = action()
+        self.num_calls += 1
+        if self.num_calls == self.left:
+            raise Crash
+        return result
+
+    def open(self, path: Path) -> int:
+        def action() -> int:
+            descriptor = super(CrashingFiles, self).open(path)
+            self._open[descriptor] = self.node(path.parent).entries[path.name] = Node()
+            return descriptor
+
+        return int(self.call(action))
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        def action() -> int:
+            last = self.left is not None and self.num_calls + 1 == self.left
+            written = super(CrashingFiles, self).write(descriptor, data[: len(data) // 2] if last else data)
+            self._open[descriptor].data += bytes(data[:written])
+            return written
+
+        return int(self.call(action))
+
+    def fsync(self, descriptor: int) -> None:
+        self.call(lambda: self._open[descriptor].sync())
+
+    def close(self, descriptor: int) -> None:
+        super().close(descriptor)
+
+    def make_directory(self, path: Path) -> None:
+        def action() -> None:
+            super(CrashingFiles, self).make_directory(path)
+            node = self.node(path.parent).entries[path.name] = Node()
+            node.is_directory = True
+
+        self.call(action)
+
+    def sync_directory(self, path: Path) -> None:
+        self.call(lambda: self.node(path).sync())
+
+    def rename(self, source: Path, destination: Path) -> None:
+        def action() -> None:
+            super(CrashingFiles, self).rename(source, destination)
+            node = self.node(source.parent).entries.pop(source.name)
+            self.node(destination.parent).entries[destination.name] = node
+
+        self.call(action)
+
+    def remove_tree(self, path: Path) -> None:
+        def action() -> None:
+            super(CrashingFiles, self).remove_tree(path)
+            self.node(path.parent).entries.pop(path.name, None)
+
+        self.call(action)
+
+
+def crash_everywhere(base: Path, work: Callable[[Path, Files], Any], check: Callable[[Path, bool], None]) -> int:
+    """Run work(root, files) on copies of base, stopped after every call; check(root, finished) what each leaves."""
+    scratch = base.parent / "scratch"
+    num_calls: int | None = None  # first uninterrupted
+    while num_calls is None or num_calls >= 0:
+        for drop in (False, True):
+            root = scratch / "root"
+            shutil.copytree(base, root)
+            files = CrashingFiles(root, num_calls)
+            finished = False
+            try:
+                work(root, files)
+                finished = True
+            except Crash:
+                pass
+            if drop:
+                files.tree.write_durable(scratch / "durable")
+                root = scratch / "durable"
+            check(root, finished)
+            shutil.rmtree(scratch)
+        if num_calls is None:
+            total = num_calls = files.num_calls
+        num_calls -= 1
+    return total
+
+
+@pytest.mark.parametrize("encoding_name", ["int8"])
+def test_segment_survives_a_stop_after_every_call(with_: Any, tmp_path: Path, encoding_name: str) -> None:
+    maker = with_(encoding_name=encoding_name, num_layers=1, hidden_size=4)
+    base = tmp_path / "base"
+    base.mkdir()
+    maker.create(base / "s.zarr")
+    maker.add_segment(base / "s.zarr", [0], [3])
+    wanted = {1000, 1001, 1002}
+    lengths = {1: 33, 2: 7}
+
+    def work(root: Path, files: Files) -> None:
+        writer = SegmentWriter(root / "s.zarr", maker.encoding, {}, files)
+        writer.quarantine({"id": None, "row": 9, "reason": "empty"})
+        for number, length in lengths.items():
+            writer.append(**maker.sample(number, length))
+        writer.commit()
+
+    def check(root: Path, finished: bool) -> None:
+        path = root / "s.zarr"
+        assert verify_store(path).problems == []
+        stored = StoreReader(path).stored_ids()
+        assert stored == wanted if finished else stored in ({1000}, wanted)
+        with store_lock(path):
+            clean_staging(path)
+            missing = sorted(wanted - stored)
+            maker.add_segment(path, [i - 1000 for i in missing], [lengths[i - 1000] for i in missing])
+        report = verify_store(path)
+        assert report.problems == [] and report.leftovers == []
+        reader = StoreReader(path)
+        assert sorted(reader.samples["id"].tolist()) == sorted(wanted) and reader.num_duplicates == 0
+        index = reader.samples["id"].tolist().index(1001)
+        np.testing.assert_array_equal(reader.read(index).features, maker.sample(1, 33)["features"])
+
+    assert crash_everywhere(base, work, check) > 40
+
+
+def test_creation_survives_a_stop_after_every_call(with_: Any, tmp_path: Path) -> None:
+    maker = with_(tied=False, num_layers=1, hidden_size=4)
+    base = tmp_path / "base"
+    base.mkdir()
+
+    def work(root: Path, files: Files) -> None:
+        maker.create(root / "deep" / "s.zarr", files)
+
+    def check(root: Path, finished: bool) -> None:
+        path = root / "deep" / "s.zarr"
+        assert path.is_dir() or not finished
+        with store_lock(path):
+            clean_staging(path)
+            if path.is_dir():
+                assert open_manifest(path) == maker.manifest
+            else:
+                with pytest.raises(StoreError, match="is not there"):
+                    open_manifest(path)
+                create_store(path, maker.manifest, maker.channel_scale, maker.frozen())
+        maker.add_segment(path, [0])
+        report = verify_store(path)
+        assert report.problems == [] and report.leftovers == [] and report.num_samples == 1
+
+    assert crash_everywhere(base, work, check) > 80
+
+
+def test_directory_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "old").write_text("kept")
+    contents = {"config.json": b"{}", "model/weights": [b"abc", b"", memoryview(b"def")], "empty": b""}
+
+    def work(root: Path, files: Files) -> None:
+        write_directory(root / "step-1", contents, files, empty=["logs/a"])
+
+    def check(root: Path, finished: bool) -> None:
+        final = root / "step-1"
+        assert (root / "old").read_text() == "kept"
+        assert final.exists() or not finished
+        for leftover in list_temporaries(final):
+            shutil.rmtree(leftover)
+        if not final.exists():
+            write_directory(final, contents, empty=["logs/a"])
+        assert {file.relative_to(final).as_posix() for file in final.rglob("*")} == {
+            "config.json",
+            "model",
+            "model/weights",
+            "empty",
+            "logs",
+            "logs/a",
+        }
+        assert (final / "model/weights").read_bytes() == b"abcdef" and (final / "config.json").read_bytes() == b"{}"
+        assert {entry.name for entry in root.iterdir()} == {"old", "step-1"}
+
+    assert crash_everywhere(base, work, check) > 20
