@@ -1,0 +1,173 @@
+"""flex_attention as it trains: Triton forward and backward, graphs, recompilations. About a minute on one H200."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from dflash_train.stage2_drafter import compiled as compiled_module
+from dflash_train.stage2_drafter.blocks import block_mask_mod, dense_block_mask
+from dflash_train.stage2_drafter.compiled import (
+    CompiledDrafter,
+    compiled_graphs,
+    flex_attention_door,
+    forbid_dense_flex,
+)
+from dflash_train.stage2_drafter.drafter import Drafter
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore"),  # inductor's advice differs between torch versions
+]
+
+S, A = 512, 32
+LENGTHS = (300, 3, 1, 170)
+GEOMETRY = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "block_size": 16,
+}
+SLIDING = {"layer_types": ("sliding_attention", "full_attention", "sliding_attention"), "sliding_window": 40}
+
+
+@pytest.fixture(autouse=True)
+def compiler_left_as_found(monkeypatch):
+    undo = []
+    monkeypatch.setattr(compiled_module, "forbid_dense_flex", lambda: undo.append(forbid_dense_flex()))
+    torch._dynamo.reset()
+    yield
+    torch.compiler.set_stance("default")
+    for function in reversed(undo):
+        function()
+    torch._dynamo.reset()
+
+
+def relative_error(value, reference):
+    return ((value.double() - reference.double()).norm() / reference.double().norm()).item()
+
+
+@pytest.mark.parametrize(
+    "dtype, window, causal, floor", [(torch.float32, 40, True, 2e-6), (torch.bfloat16, None, False, 4e-3)]
+)
+def test_triton_kernels_match_dense_attention(make_config, make_row, dtype, window, causal, floor):
+    """Forward and the three gradients against float64, no worse than dense attention in the same type."""
+    row = make_row(make_config(**GEOMETRY), LENGTHS, S, A, seed=1)
+    row.blocks.anchor[-3:] = row.blocks.start[-3:] = 0  # dummies
+    start, anchor = (torch.from_numpy(array).cuda() for array in (row.blocks.start, row.blocks.anchor))
+    queries, keys = A * 16, S + A * 16
+    dense = dense_block_mask(start, anchor, S, 16, window, causal)
+    mask_mod = block_mask_mod(start, anchor, S, 16, window, causal)
+    block_mask = torch.compile(create_block_mask, fullgraph=True, dynamic=False)(
+        mask_mod, None, None, queries, keys, device="cuda"
+    )
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(heads, length):
+        return torch.randn(1, heads, length, 64, device="cuda", dtype=dtype, generator=generator)
+
+    inputs = (draw(6, queries), draw(2, keys), draw(2, keys))
+    upstream = draw(6, queries)
+
+    def run(attend, dtype):
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in inputs]
+        out = attend(*leaves)
+        out.backward(upstream.to(dtype))
+        return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+    def dense_attention(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=dense, enable_gqa=True)
+
+    door = torch.compile(flex_attention_door, fullgraph=True, dynamic=False)
+    exact = run(dense_attention, torch.float64)
+    twin = run(dense_attention, dtype)
+    fused = run(lambda q, k, v: door(q, k, v, block_mask), dtype)
+    for name, value, same, reference in zip(("out", "dq", "dk", "dv"), fused, twin, exact, strict=True):
+        allowed = max(2 * relative_error(same, reference), floor)
+        assert relative_error(value, reference) <= allowed, name
+
+
+def gradients_of(drafter, row, upstream):
+    hidden = drafter(*row.inputs(str(drafter.device)))
+    hidden.float().backward(upstream.to(hidden.device))
+    gradients = {name: p.grad.cpu() for name, p in drafter.drafter.named_parameters()}
+    drafter.drafter.zero_grad()
+    return hidden.detach().float().cpu(), gradients
+
+
+def make_drafter(config, device, compute_dtype=None):
+    return CompiledDrafter(
+        Drafter(config, seed=4), device=device, row_tokens=S, num_anchors=A, compute_dtype=compute_dtype
+    )
+
+
+def test_fp32_drafter_equals_the_cpu_with_one_graph_a_kind_of_layer(make_config, make_row):
+    config = make_config(initializer_range=0.1, **GEOMETRY, **SLIDING)
+    rows = [make_row(config, LENGTHS, S, A, seed=n) for n in range(2)]
+    compiled, dense = make_drafter(config, "cuda", torch.float32), make_drafter(config, "cpu")
+    upstream = torch.randn(A * 16, 128, generator=torch.Generator().manual_seed(0))
+    compiled.warm_up(lambda: compiled(*rows[0].inputs("cuda")).backward(upstream.cuda()))
+    assert compiled.summary().startswith("compiled 4 graphs in ")
+    for row in rows:
+        hidden, gradients = gradients_of(compiled, row, upstream)
+        expected, expected_gradients = gradients_of(dense, row, upstream)
+        assert relative_error(hidden, expected) < 1e-5
+        for name, gradient in gradients.items():
+            assert relative_error(gradient, expected_gradients[name]) < 1e-4, name
+    assert compiled.recompilations() == 0
+
+
+def test_bf16_drafter_compiles_three_graphs_and_never_again(make_config, make_row):
+    config = make_config(initializer_range=0.1, **GEOMETRY)
+    rows = [make_row(config, (300 - 20 * n, 3, 1, 150 + 9 * n), S, A, seed=n) for n in range(6)]
+    rows.append(make_row(config, LENGTHS, S, A, seed=9, supervised=0.0))  # dummies alone
+    upstream = torch.randn(A * 16, 128, generator=torch.Generator().manual_seed(0))
+    compiled, exact = make_drafter(config, "cuda"), make_drafter(config, "cpu")
+    twin = make_drafter(config, "cuda")
+    twin.uses_flex = False  # dense attention under the same autocast
+    assert compiled.compute_dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match="call warm_up before"):
+        compiled(*rows[0].inputs("cuda"))
+    before = {name: p.clone() for name, p in compiled.drafter.named_parameters()}
+    compiled.warm_up(
+        lambda: compiled(*rows[0].inputs("cuda")).float().backward(upstream.cuda()),
+        lambda: compiled(*rows[1].inputs("cuda")),
+    )
+    graphs = compiled_graphs()
+    assert compiled.summary().startswith("compiled 3 graphs in ")
+    assert all(torch.equal(before[name], p) for name, p in compiled.drafter.named_parameters())
+
+    for row in rows:
+        hidden, gradients = gradients_of(compiled, row, upstream)
+        with torch.no_grad():
+            assert torch.equal(compiled(*row.inputs("cuda")).float().cpu(), hidden)
+        expected, expected_gradients = gradients_of(exact, row, upstream)
+        same, same_gradients = gradients_of(twin, row, upstream)
+        assert hidden.isfinite().all()
+        assert relative_error(hidden, expected) <= 2 * relative_error(same, expected) + 1e-3
+        for name, gradient in gradients.items():
+            assert gradient.dtype == torch.float32, "masters and their gradients stay fp32"
+            if row is rows[-1] and name in ("fc.weight", "hidden_norm.weight"):
+                assert not gradient.any(), "dummies see no context"
+                continue
+            wanted = expected_gradients[name]
+            allowed = 2 * relative_error(same_gradients[name], wanted) + 1e-3
+            assert relative_error(gradient, wanted) <= allowed, name
+    assert compiled_graphs() == graphs
+    assert compiled.summary().endswith(" s, 0 recompilations")
+
+    features, positions, *rest = rows[0].inputs("cuda")
+    with pytest.raises(ValueError, match="pad the row"):
+        compiled(features[:-128], positions[:-128], *rest)
+    *_, start, anchor = rest
+    shorter = block_mask_mod(start, anchor, S - 128, 16)
+    with pytest.raises(RuntimeError, match="ecompile"):
+        compiled._compiled_mask(shorter, None, None, A * 16, S - 128 + A * 16, device="cuda")
+    q, k = (torch.randn(1, 2, length, 32, device="cuda") for length in (128, 128))
+    with pytest.raises(RuntimeError, match="about to run dense|ecompile"):
+        flex_attention(q, k, k)
