@@ -78,6 +78,20 @@ def test_a_cache_that_cannot_be_copied_is_refused(make_tiny_target: Callable[[st
             cache.run_block(torch.tensor([[6, 7]]))
 
 
+def test_a_target_with_a_cache_of_its_own_is_refused(make_tiny_target: Callable[[str], Target]) -> None:
+    target = make_tiny_target("qwen3_next")
+
+    def refuse(module: Any, arguments: Any) -> None:
+        raise ValueError("MiniMax uses cache of its own")
+
+    handle = target.model.register_forward_pre_hook(refuse)
+    try:
+        with pytest.raises(InputError, match="does not take transformers' DynamicCache .MiniMax uses cache of its own"):
+            check_continuation(target.model, target.vocab_size, target.device)
+    finally:
+        handle.remove()
+
+
 def test_a_model_without_a_cache_is_refused() -> None:
     with pytest.raises(InputError, match="Linear.forward takes none of cache, past_key_values, cache_params"):
         TargetCache(torch.nn.Linear(2, 2))
