@@ -29,9 +29,9 @@ def acceptance_statistics(results: Sequence[DecodeResult], block_size: int) -> d
         positions.append(
             {
                 "position": position,
-                "drafted": len(drafted),
-                "reached": reached,
-                "accepted": accepted,
+                "num_drafted": len(drafted),
+                "num_reached": reached,
+                "num_accepted": accepted,
                 "conditional": accepted / reached if reached else None,
                 "cumulative": accepted / len(drafted) if drafted else None,
             }
@@ -39,7 +39,7 @@ def acceptance_statistics(results: Sequence[DecodeResult], block_size: int) -> d
     return {
         "acceptance_length": sum(round_.num_produced for round_ in rounds) / len(rounds) if rounds else None,
         "acceptance_length_per_prompt": sum(means) / len(means) if means else None,
-        "rounds": len(rounds),
+        "num_rounds": len(rounds),
         "histogram": [lengths[length] for length in range(1, block_size + 1)],
         "positions": positions,
     }
@@ -51,8 +51,8 @@ def speed_statistics(results: Sequence[DecodeResult]) -> dict[str, Any]:
     seconds = sum(result.decode_seconds for result in results)
     num_decoded = num_tokens - len(results)
     return {
-        "tokens": num_tokens,
-        "stopped": sum(result.stopped for result in results),
+        "num_tokens": num_tokens,
+        "num_stopped": sum(result.stopped for result in results),
         "prefill_seconds": sum(result.prefill_seconds for result in results),
         "decode_seconds": seconds,
         "tokens_per_second": num_decoded / seconds if num_decoded and seconds else None,

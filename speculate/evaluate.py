@@ -133,7 +133,7 @@ def evaluate(config: EvaluateConfig, progress: Progress | None = None) -> dict[s
         "prompt_source": config.prompts,
         "prompt_split": config.split,
         "chat_template_arguments": config.chat_template_arguments,
-        "skipped_prompts": len(rows) - len(fitting),
+        "num_skipped_prompts": len(rows) - len(fitting),
         **result,
     }
 
@@ -176,13 +176,14 @@ def evaluate_prompts(
     }
     rates = [speed["tokens_per_second"] if speed else None for speed in speeds.values()]
     return {
-        "prompts": len(prompts),
-        "prompt_tokens": sum(map(len, prompts)),
+        "num_prompts": len(prompts),
+        "num_prompt_tokens": sum(map(len, prompts)),
         "max_new_tokens": max_new_tokens,
         "block_size": block_size,
         **acceptance_statistics(speculative, block_size),
         **speeds,
         "speedup": rates[0] / rates[1] if rates[0] and rates[1] else None,
+        "num_equal": len(prompts) - len(differences) if compare_plain else None,
         "differences": differences if compare_plain else None,
         "lossless": all(entry["within_rounding"] for entry in differences) if compare_plain else None,
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -247,8 +248,8 @@ def format_evaluation(result: dict[str, Any]) -> Group:
         "  mean over prompts", f"{number(result['acceptance_length_per_prompt'])}  as z-lab's benchmark averages"
     )
     summary.add_row("block size", f"{result['block_size']}  ({result['block_size'] - 1} drafts a round)")
-    summary.add_row("prompts", f"{result['prompts']:,}  ({result['prompt_tokens']:,} tokens)")
-    summary.add_row("new tokens, rounds", f"{result['speculative']['tokens']:,}, {result['rounds']:,}")
+    summary.add_row("prompts", f"{result['num_prompts']:,}  ({result['num_prompt_tokens']:,} tokens)")
+    summary.add_row("new tokens, rounds", f"{result['speculative']['num_tokens']:,}, {result['num_rounds']:,}")
     for name in ("speculative", "plain"):
         if result[name] is not None:
             summary.add_row(f"{name} decoding", f"{number(result[name]['tokens_per_second'], 1)} tokens/s")
@@ -264,7 +265,7 @@ def format_evaluation(result: dict[str, Any]) -> Group:
     for entry, count in zip(result["positions"], result["histogram"][1:], strict=True):
         shares = ["–" if entry[key] is None else f"{entry[key]:.1%}" for key in ("conditional", "cumulative")]
         positions.add_row(
-            str(entry["position"]), f"{entry['drafted']:,}", f"{entry['accepted']:,}", *shares, f"{count:,}"
+            str(entry["position"]), f"{entry['num_drafted']:,}", f"{entry['num_accepted']:,}", *shares, f"{count:,}"
         )
     return Group(summary, Text(), positions, Text(), Text(_agreement_text(result)))
 
@@ -275,13 +276,13 @@ def _agreement_text(result: dict[str, Any]) -> str:
     if differences is None:
         return "Not compared with plain greedy decoding."
     if not differences:
-        return f"Output equals plain greedy decoding on all {result['prompts']:,} prompts."
+        return f"Output equals plain greedy decoding on all {result['num_prompts']:,} prompts."
     first = differences[0]
     verdict = "a tie that rounding flipped" if first["within_rounding"] else "NOT explained by rounding"
     num_errors = sum(not entry["within_rounding"] for entry in differences)
     gap = "no gap (one output ended)" if first["gap"] is None else f"gap {first['gap']:.3g}"
     return (
-        f"Output differs from plain greedy decoding on {len(differences):,} of {result['prompts']:,} prompts, "
+        f"Output differs from plain greedy decoding on {len(differences):,} of {result['num_prompts']:,} prompts, "
         f"{num_errors:,} of them not explained by rounding. First: prompt {first['prompt']}, new token "
         f"{first['position']}: plain {first['plain_token']}, speculative {first['speculative_token']}, {gap} between "
         f"their logits (best two: {first['top2_gap']:.3g}), rounding explains {first['rounding']:.3g}: {verdict}."

@@ -11,16 +11,16 @@ def test_statistics_of_known_rounds() -> None:
     found = acceptance_statistics([long, short, empty], block_size=4)
     assert found["acceptance_length"] == 8 / 4
     assert found["acceptance_length_per_prompt"] == (7 / 3 + 1) / 2
-    assert found["rounds"] == 4
+    assert found["num_rounds"] == 4
     assert found["histogram"] == [2, 1, 0, 1]
-    keys = ("position", "drafted", "reached", "accepted", "conditional", "cumulative")
+    keys = ("position", "num_drafted", "num_reached", "num_accepted", "conditional", "cumulative")
     assert [tuple(entry[key] for key in keys) for entry in found["positions"]] == [
         (1, 4, 4, 2, 2 / 4, 2 / 4),
         (2, 3, 2, 1, 1 / 2, 1 / 3),
         (3, 3, 1, 1, 1.0, 1 / 3),
     ]
     speed = speed_statistics([long, short, empty])
-    assert (speed["tokens"], speed["stopped"], speed["tokens_per_second"]) == (11, 2, 8 / 2.5)
+    assert (speed["num_tokens"], speed["num_stopped"], speed["tokens_per_second"]) == (11, 2, 8 / 2.5)
 
 
 def test_no_round_at_all() -> None:

@@ -102,12 +102,13 @@ def test_report_of_a_random_drafter(config: EvaluateConfig) -> None:
     result = evaluate(config, lambda done, total: seen.append((done, total)))
     assert seen == [(1, 2), (2, 2)]
     assert json.loads(json.dumps(result)) == result
-    assert (result["prompts"], result["skipped_prompts"], result["block_size"]) == (2, 1, 4)
+    assert (result["num_prompts"], result["num_skipped_prompts"], result["block_size"]) == (2, 1, 4)
     assert result["lossless"] is True
     assert result["differences"] == []
+    assert result["num_equal"] == 2
     assert 1 <= result["acceptance_length"] <= 4
-    assert sum(result["histogram"]) == result["rounds"]
-    assert result["speculative"]["tokens"] == result["plain"]["tokens"]
+    assert sum(result["histogram"]) == result["num_rounds"]
+    assert result["speculative"]["num_tokens"] == result["plain"]["num_tokens"]
     assert result["speedup"] > 0
     assert (result["dtype"], result["device"]) == ("float32", "cpu")
     text = render(result)
