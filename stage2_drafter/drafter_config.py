@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dflash_train.errors import InputError
 
 if TYPE_CHECKING:
     from dflash_train.store.manifest import Manifest
+
+_Number = TypeVar("_Number", int, float)
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # Keys of other drafters that change what the same tensors mean; loading such a checkpoint here would be silently wrong.
@@ -29,6 +31,7 @@ _FOREIGN_KEYS = (
     "selector_top_k",
     "sample_from_anchor",
     "shift_label",
+    "use_swa",
 )
 
 
@@ -126,7 +129,7 @@ class DrafterConfig:
         return self.is_causal
 
     def to_json(self, dtype: str = "bfloat16") -> dict[str, Any]:
-        """The config.json that z-lab's dflash, SGLang, vLLM and transformers read; see algorithm notes in docs/.
+        """The config.json that z-lab's dflash, SGLang, vLLM and transformers read.
 
         Keys whose place differs among readers are written in every place: block_size, causality and the rotary base.
         """
@@ -183,7 +186,7 @@ class DrafterConfig:
     def from_json(cls, config: Mapping[str, Any]) -> DrafterConfig:
         """Read a z-lab config.json; raises InputError for what is missing and for what this drafter does not compute.
 
-        Where a key may stand in two places, `dflash_config` wins, as in z-lab's loader.
+        A key may stand in dflash_config or at the top; in both, it must say the same.
         """
         nested = config.get("dflash_config")
         if not isinstance(nested, Mapping):
@@ -192,11 +195,20 @@ class DrafterConfig:
             )
 
         def value(name: str, *, default: Any = None, required: bool = False) -> Any:
-            found = nested.get(name, config.get(name, default))
+            found = nested.get(name)
+            found = config.get(name) if found is None else found
+            found = default if found is None else found
             if required and found is None:
                 raise InputError(f"The drafter's config.json lacks {name}; add it, or export the drafter again.")
             return found
 
+        def integer(name: str, *, default: int | None = None) -> int:
+            return _number(name, value(name, default=default, required=default is None), int)
+
+        def real(name: str, *, default: float) -> float:
+            return _number(name, value(name, default=default), float)
+
+        _refuse_contradictions(config, nested)
         architectures = config.get("architectures") or ["DFlashDraftModel"]
         if list(architectures) != ["DFlashDraftModel"]:
             raise InputError(
@@ -212,38 +224,41 @@ class DrafterConfig:
             raise InputError("The drafter's config.json sets attention_bias; only drafters without biases are loaded.")
         if value("hidden_act", default="silu") != "silu":
             raise InputError(f"hidden_act of the drafter is {value('hidden_act')!r}; only 'silu' is known.")
-        window = value("sliding_window")
         layer_types = tuple(value("layer_types", default=()))
-        if "sliding_attention" in layer_types and config.get("use_sliding_window") is False:
+        sliding = "sliding_attention" in layer_types
+        # Full-attention checkpoints may carry a window that nothing reads.
+        window = integer("sliding_window") if sliding and value("sliding_window") is not None else None
+        if sliding and config.get("use_sliding_window") is False:
             raise InputError(
                 "The drafter's config.json has sliding layers but use_sliding_window is false; engines would disagree."
             )
         causal = config.get("is_causal")
         causal = nested.get("causal") if causal is None else causal
-        hidden_size = int(value("hidden_size", required=True))
-        num_heads = int(value("num_attention_heads", required=True))
+        hidden_size, num_heads = integer("hidden_size"), integer("num_attention_heads")
         return cls(
             hidden_size=hidden_size,
-            intermediate_size=int(value("intermediate_size", required=True)),
-            num_hidden_layers=int(value("num_hidden_layers", required=True)),
+            intermediate_size=integer("intermediate_size"),
+            num_hidden_layers=integer("num_hidden_layers"),
             num_attention_heads=num_heads,
-            num_key_value_heads=int(value("num_key_value_heads", default=num_heads)),
-            head_dim=int(value("head_dim", default=hidden_size // num_heads)),
-            vocab_size=int(value("vocab_size", required=True)),
-            rms_norm_eps=float(value("rms_norm_eps", default=1e-6)),
+            num_key_value_heads=integer("num_key_value_heads", default=num_heads),
+            head_dim=integer("head_dim", default=hidden_size // max(num_heads, 1)),
+            vocab_size=integer("vocab_size"),
+            rms_norm_eps=real("rms_norm_eps", default=1e-6),
             rope_theta=_plain_rope_theta(config),
-            max_position_embeddings=int(value("max_position_embeddings", default=32768)),
-            block_size=int(value("block_size", required=True)),
-            mask_token_id=int(value("mask_token_id", required=True)),
-            target_layer_ids=tuple(int(i) for i in value("target_layer_ids", required=True)),
-            num_target_layers=int(value("num_target_layers", required=True)),
+            max_position_embeddings=integer("max_position_embeddings", default=32768),
+            block_size=integer("block_size"),
+            mask_token_id=integer("mask_token_id"),
+            target_layer_ids=tuple(
+                _number("target_layer_ids", i, int) for i in value("target_layer_ids", required=True)
+            ),
+            num_target_layers=integer("num_target_layers"),
             layer_types=layer_types,
-            sliding_window=None if window is None or "sliding_attention" not in layer_types else int(window),
+            sliding_window=window,
             is_causal=None if causal is None else bool(causal),
-            input_embedding_scale=float(value("input_embedding_scale", default=1.0)),
-            output_multiplier=float(value("output_multiplier", default=1.0)),
-            final_logit_softcapping=None if not (cap := value("final_logit_softcapping")) else float(cap),
-            initializer_range=float(value("initializer_range", default=0.02)),
+            input_embedding_scale=real("input_embedding_scale", default=1.0),
+            output_multiplier=real("output_multiplier", default=1.0),
+            final_logit_softcapping=real("final_logit_softcapping", default=0.0) or None,
+            initializer_range=real("initializer_range", default=0.02),
         )
 
     @classmethod
@@ -306,6 +321,29 @@ class DrafterConfig:
         )
 
 
+def _number(name: str, found: Any, kind: type[_Number]) -> _Number:
+    """`found` as an int or float; raises InputError for anything else, a float with a fraction for an int included."""
+    if isinstance(found, bool) or not isinstance(found, int | float) or kind(found) != found:
+        raise InputError(f"{name} of the drafter's config.json is {found!r}; it must be a number ({kind.__name__}).")
+    return kind(found)
+
+
+def _refuse_contradictions(config: Mapping[str, Any], nested: Mapping[str, Any]) -> None:
+    """What may stand in two places must agree: engines differ in which they read."""
+    rope_parameters = config.get("rope_parameters") or {}
+    pairs = (
+        ("block_size", config.get("block_size"), "dflash_config.block_size", nested.get("block_size")),
+        ("is_causal", config.get("is_causal"), "dflash_config.causal", nested.get("causal")),
+        ("rope_theta", config.get("rope_theta"), "rope_parameters.rope_theta", rope_parameters.get("rope_theta")),
+    )
+    for first, first_value, second, second_value in pairs:
+        if first_value is not None and second_value is not None and first_value != second_value:
+            raise InputError(
+                f"The drafter's config.json says {first} {first_value} but {second} {second_value}; engines would "
+                "disagree, so make them equal."
+            )
+
+
 def _target_rope_theta(text: Mapping[str, Any]) -> float:
     """Rotary base of the target's full-attention layers, in either spelling; 10000 where it has none (GPT-2)."""
     parameters = text.get("rope_parameters") or {}
@@ -326,4 +364,4 @@ def _plain_rope_theta(config: Mapping[str, Any]) -> float:
     theta = (config.get("rope_parameters") or {}).get("rope_theta", config.get("rope_theta"))
     if theta is None:
         raise InputError("The drafter's config.json lacks rope_theta; add the rotary base of the target.")
-    return float(theta)
+    return _number("rope_theta", theta, float)
