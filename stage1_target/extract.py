@@ -369,7 +369,7 @@ class _Run:
         self._entries = prepared.new_entries
         self._entries_at: Process | None = None
         self._committing: set[int] = set()
-        self._fatal: str | None = None
+        self._fatal: InputError | None = None
         self._ran: set[int] = set()
         self._num_ran_tokens = self._num_committed = self._num_bytes = 0
         self._started: float | None = None
@@ -389,7 +389,7 @@ class _Run:
                 f"{len(deal.indices)} samples were given up, because {deal.num_deaths} workers died while running them"
             )
         if self._fatal is not None:
-            raise InputError(self._fatal)
+            raise self._fatal
 
     @property
     def _finished(self) -> bool:
@@ -433,8 +433,8 @@ class _Run:
                     self._count_ran(number)
                 case messages.Committed():
                     self._count_committed(process, message)
-                case messages.Failed(reason):
-                    self._fatal = self._fatal or reason
+                case messages.Failed(error):
+                    self._fatal = self._fatal or error
         if self._ran:
             progress = self._progress()
             if events:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_train.errors import InputError
+
 
 @dataclass(frozen=True)
 class Create:
@@ -81,4 +83,4 @@ class Committed:
 class Failed:
     """Worker: it cannot go on, for a reason that the user has to settle."""
 
-    reason: str
+    error: InputError

@@ -275,7 +275,7 @@ def run_worker(
         _work(connection, send, config, SampleTable.load(table_path), device, attributes)
     except InputError as error:
         logger.error("%s", error)
-        send(messages.Failed(str(error)))
+        send(messages.Failed(error))
         raise SystemExit(1) from error
 
 

@@ -170,7 +170,7 @@ def test_loading_prints_nothing(tiny_target: Callable[..., Path]) -> None:
         "import torch; target = load_target(TargetConfig(name=sys.argv[1]), (0,), 'cpu')\n"
         "target.hidden_states(torch.zeros(2, 3, dtype=torch.int64))"
     )
-    command = [sys.executable, "-c", code, tiny_target("linear_attention")]
+    command = [sys.executable, "-c", code, str(tiny_target("linear_attention"))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

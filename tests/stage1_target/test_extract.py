@@ -1,0 +1,442 @@
+import errno
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+
+from dflash_train.errors import InputError
+from dflash_train.launch import ProcessGroup, start_processes
+from dflash_train.stage1_target import extract as extract_module
+from dflash_train.stage1_target import messages, worker
+from dflash_train.stage1_target.extract import Event, ExtractConfig, Note, Progress, extract
+from dflash_train.stage1_target.forecast import Forecast
+from dflash_train.stage1_target.recompute import recompute_samples
+from dflash_train.stage1_target.samples import DataConfig, SampleTable
+from dflash_train.stage1_target.target import Target, TargetConfig, load_target
+from dflash_train.stage1_target.worker import EncodedBatch, Forwarder, StoreWriter
+from dflash_train.store.encoding import make_encoding
+from dflash_train.store.files import Files
+from dflash_train.store.manifest import StoreError, format_id
+from dflash_train.store.reader import StoreReader
+from dflash_train.store.verify import verify_store
+
+torch.set_num_threads(1)
+NUM_SAMPLES = 120
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """120 short conversations, a duplicate, and two rows that cannot be used."""
+    rng = np.random.default_rng(0)
+    rows: list[Any] = [
+        [
+            {"role": "user", "content": f"Question {row}: " + "one two " * int(rng.integers(1, 20))},
+            {"role": "assistant", "content": f"Answer {row}. " + "Paris " * int(rng.integers(1, 20))},
+        ]
+        for row in range(NUM_SAMPLES)
+    ]
+    rows += [rows[5], [{"role": "user", "content": "nobody answers"}], [{"role": "robot", "content": "beep"}]]
+    path = tmp_path_factory.mktemp("data") / "conversations.jsonl"
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def base_config(
+    tiny_target: Callable[..., Path], conversations: Path, tmp_path_factory: pytest.TempPathFactory
+) -> ExtractConfig:
+    return ExtractConfig(
+        target=TargetConfig(name=str(tiny_target("llama"))),
+        data=DataConfig(source=str(conversations), max_tokens=200),
+        store=Path("unset"),
+        devices="cpu",
+        num_taps=2,
+        batch_tokens=150,
+        segment_bytes=100_000,
+        calibration_tokens=500,
+        sample_cache=tmp_path_factory.mktemp("cache"),
+    )
+
+
+@pytest.fixture
+def config(base_config: ExtractConfig, tmp_path: Path) -> ExtractConfig:
+    return replace(base_config, store=tmp_path / "store")
+
+
+@pytest.fixture(scope="module")
+def full_store(base_config: ExtractConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The whole data set, stored by one worker."""
+    store = tmp_path_factory.mktemp("full") / "store"
+    events: list[Event] = []
+    result = extract(replace(base_config, store=store), events.append)
+    assert (result.outcome, result.exit_status) == ("finished", 0)
+    assert result.message == "stored 120 of 120"
+    assert result.num_new_samples == 120
+    progress = [event for event in events if isinstance(event, Progress)][-1]
+    assert (progress.num_samples, progress.num_committed) == (120, 120)
+    return store
+
+
+def contents(store: Path) -> dict[int, tuple[Any, ...]]:
+    """Everything stored, by sample id."""
+    reader = StoreReader(store)
+    assert reader.num_duplicates == 0
+    samples = [reader.read(index) for index in range(len(reader.samples))]
+    return {
+        sample.id: (sample.group, sample.token_ids.tolist(), sample.loss_mask.tolist(), sample.features)
+        for sample in samples
+    }
+
+
+def assert_whole(store: Path) -> None:
+    report = verify_store(store)
+    assert report.problems == [] and report.num_samples == NUM_SAMPLES
+    reader = StoreReader(store)
+    assert len(reader.samples) == NUM_SAMPLES and reader.num_duplicates == 0
+    assert sorted(entry["row"] for entry in reader.quarantined()) == [121, 122], "each quarantined row once"
+
+
+def test_one_and_three_workers_store_the_same(config: ExtractConfig, full_store: Path) -> None:
+    assert_whole(full_store)
+    result = extract(replace(config, devices="cpu:3"))
+    assert (result.outcome, result.num_new_samples, result.num_stored) == ("finished", 120, 120)
+    assert_whole(config.store)
+    ours, wanted = contents(config.store), contents(full_store)
+    assert ours.keys() == wanted.keys()
+    for identity, (*exact, features) in ours.items():
+        assert exact == list(wanted[identity][:3])
+        # bf16 rounds fp32 states that may differ in the last place with the batch: one unit of 2^-8 at most
+        found, expected = (from_bf16(array) for array in (features, wanted[identity][3]))
+        np.testing.assert_allclose(found, expected, rtol=2**-7, atol=1e-5)
+    assert StoreReader(full_store).manifest == StoreReader(config.store).manifest
+    np.testing.assert_array_equal(StoreReader(full_store).channel_scale, StoreReader(config.store).channel_scale)
+
+
+def from_bf16(features: Any) -> Any:
+    return torch.from_numpy(features.view(np.int16)).view(torch.bfloat16).float().numpy()
+
+
+def test_stored_states_are_those_of_the_target(config: ExtractConfig, full_store: Path) -> None:
+    report = recompute_samples(full_store, config.target, 10)
+    assert list(report.largest) == [1, 2] and report.num_tokens > 300
+    assert max(report.largest.values()) < 2**-8 + 1e-4  # half a unit in the last of 8 bits of the largest value
+    embed_tokens = zarr.open_array(full_store / "frozen/embed_tokens", mode="r")
+    assert embed_tokens.shape[1] == 32
+
+
+def test_nothing_to_do_loads_no_target(
+    config: ExtractConfig, full_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extract_module, "start_processes", None)
+    result = extract(replace(config, store=full_store))
+    assert (result.outcome, result.exit_status) == ("nothing to do", 0)
+    assert result.message == "nothing to do: all 120 samples are stored"
+
+
+def test_dry_run_forecasts_and_writes_nothing(config: ExtractConfig) -> None:
+    events: list[Event] = []
+    result = extract(replace(config, dry_run=True), events.append)
+    assert result.outcome == "dry run"
+    assert list(config.store.parent.iterdir()) == []
+    [forecast] = [event for event in events if isinstance(event, Forecast)]
+    assert (forecast.num_samples, forecast.num_duplicates, forecast.num_quarantined) == (120, 1, 2)
+    assert forecast.num_pending_tokens == forecast.num_tokens > 5000
+    assert forecast.bytes_per_token == {"bf16": 2 * 32 * 2 + 5, "int8": 2 * 32 + 2 * 4 + 5}
+    assert forecast.needed_bytes >= forecast.num_tokens * 133
+    text = "\n".join(forecast.lines())
+    assert "120 samples of 123 rows (1 duplicates, 2 quarantined, 0 cut)" in text and "bf16 133, int8 77" in text
+
+
+def test_a_store_that_does_not_fit_is_refused_before_any_work(
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: type("usage", (), {"free": 100_000}))
+    with pytest.raises(StoreError, match=r"needs .*KiB but .* has 97.7 KiB free; choose --encoding int8, fewer"):
+        extract(config)
+    assert not config.store.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"num_taps": 1}, r"target_layer_ids: found \[1, 2\], wanted \[2\]"),
+        ({"target_layer_ids": (0, 3)}, r"target_layer_ids: found \[1, 2\], wanted \[0, 3\]"),
+        ({"encoding": "int8"}, "encoding: found 'bf16', wanted 'int8'"),
+    ],
+)
+def test_each_difference_from_the_store_is_named(
+    config: ExtractConfig, full_store: Path, change: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(StoreError, match=match):
+        extract(replace(config, store=full_store, **change))
+
+
+def test_another_tokenizer_template_and_config_are_named_together(
+    config: ExtractConfig, full_store: Path, tiny_target: Callable[..., Path], tmp_path: Path
+) -> None:
+    for path in tiny_target("qwen3").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(StoreError, match="target_config_hash: .*chat_template_hash: ") as caught:
+        extract(replace(config, store=full_store, target=TargetConfig(name=str(tmp_path))))
+    assert "tokenizer_hash" not in str(caught.value)
+
+
+def test_a_fine_tuned_target_is_refused_by_its_weights(
+    config: ExtractConfig, full_store: Path, tiny_target: Callable[..., Path], conversations: Path, tmp_path: Path
+) -> None:
+    more = tmp_path / "more.jsonl"
+    more.write_text(conversations.read_text().replace("Question", "Query"))
+    before = contents(full_store).keys()
+    with pytest.raises(StoreError, match="weights_fingerprint: found '.*', wanted ") as caught:
+        extract(
+            replace(
+                config,
+                store=full_store,
+                target=TargetConfig(name=str(tiny_target("llama", seed=1))),
+                data=replace(config.data, source=str(more)),
+                log_folder=tmp_path / "logs",
+            )
+        )
+    assert "target_config_hash" not in str(caught.value)
+    assert contents(full_store).keys() == before
+
+
+def test_a_folder_that_is_no_store_is_refused(config: ExtractConfig) -> None:
+    config.store.mkdir()
+    with pytest.raises(StoreError, match="is not a store"):
+        extract(config)
+
+
+def test_wrong_settings_are_refused() -> None:
+    parts: dict[str, Any] = {
+        "target": TargetConfig(name="x"),
+        "data": DataConfig(source="y"),
+        "store": Path("z"),
+    }
+    with pytest.raises(InputError, match="batch_tokens is 0 but must be more than 0"):
+        ExtractConfig(**parts, batch_tokens=0)
+    with pytest.raises(InputError, match="Encoding 'fp4' is unknown"):
+        ExtractConfig(**parts, encoding="fp4")
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[ProcessGroup]:
+    """The process groups that extract starts."""
+    started: list[ProcessGroup] = []
+
+    def start(*arguments: Any) -> ProcessGroup:
+        started.append(start_processes(*arguments))
+        return started[-1]
+
+    monkeypatch.setattr(extract_module, "start_processes", start)
+    return started
+
+
+def test_a_killed_workers_samples_go_to_the_others(config: ExtractConfig, groups: list[ProcessGroup]) -> None:
+    killed: list[int] = []
+    notes: list[str] = []
+
+    def kill_one(event: Event) -> None:
+        if isinstance(event, Note):
+            notes.append(event.text)
+        if isinstance(event, Progress) and event.num_samples > event.num_committed and not killed:
+            first = next(process for process in groups[0].processes if process.log.read_text().count("Created"))
+            killed.append(first.pid)
+            os.kill(first.pid, signal.SIGKILL)
+
+    result = extract(replace(config, devices="cpu:2"), kill_one)
+    assert killed and (result.outcome, result.exit_status) == ("finished", 1)
+    assert result.message == "stored 120 of 120"
+    [failure] = result.failures
+    assert "was killed by SIGKILL" in failure and failure in notes
+    assert any("uncommitted samples go to the other workers" in note for note in notes)
+    assert_whole(config.store)
+
+
+def test_a_stop_signal_commits_what_has_run(config: ExtractConfig) -> None:
+    def stop(event: Event) -> None:
+        if isinstance(event, Progress) and event.num_samples:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    stopped = extract(config, stop)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert (stopped.outcome, stopped.exit_status) == ("stopped", 0)
+    assert 0 < stopped.num_stored == stopped.num_new_samples < NUM_SAMPLES
+    assert stopped.message == f"stored {stopped.num_stored} of 120; run again to go on"
+    assert len(StoreReader(config.store).samples) == stopped.num_stored
+
+
+def test_a_killed_parent_loses_no_sample(config: ExtractConfig, tmp_path: Path) -> None:
+    code = "import pickle, sys; from dflash_train.stage1_target.extract import extract; "
+    code += "extract(pickle.load(open(sys.argv[1], 'rb')))"
+    pickled = tmp_path / "config.pickle"
+    pickled.write_bytes(pickle.dumps(replace(config, segment_bytes=50_000)))
+    parent = subprocess.Popen([sys.executable, "-c", code, str(pickled)])
+    segments = config.store / "segments"
+    deadline = time.monotonic() + 60
+    while not list(segments.glob("2*")) and time.monotonic() < deadline:
+        assert parent.poll() is None
+        time.sleep(0.005)
+    parent.kill()
+    parent.wait()
+    while True:  # the worker dies with it; what it was writing stays behind
+        before = len(list(segments.glob("2*")))
+        time.sleep(0.3)
+        if len(list(segments.glob("2*"))) == before:
+            break
+    stored = len(StoreReader(config.store).samples)
+    assert 0 < stored < NUM_SAMPLES
+    result = extract(replace(config, devices="cpu:2"))
+    assert (result.outcome, result.exit_status, result.num_new_samples) == ("finished", 0, NUM_SAMPLES - stored)
+    assert_whole(config.store)
+    assert list((config.store / ".staging").iterdir()) == []
+
+
+# What follows runs a worker's parts in this process.
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Callable[..., Path]) -> Target:
+    return load_target(TargetConfig(name=str(tiny_target("llama"))), (1, 2), "cpu")
+
+
+@pytest.fixture
+def opened(
+    config: ExtractConfig, target: Target, tmp_path: Path
+) -> Iterator[tuple[ExtractConfig, SampleTable, Forwarder]]:
+    """A new store, its samples and a forwarder."""
+    prepared = extract_module._prepare(config, lambda _event: None)
+    encoding = make_encoding("bf16", 2, 32)
+    worker._create(prepared.config, target, encoding, prepared.table)
+    forwarder = Forwarder(target, encoding, StoreReader(config.store).channel_scale, prepared.table)
+    yield prepared.config, prepared.table, forwarder
+
+
+def write(
+    config: ExtractConfig, table: SampleTable, items: list[Any], seconds: float = 0.0
+) -> tuple[list[messages.Committed], StoreReader]:
+    committed: list[messages.Committed] = []
+    writer = StoreWriter(config, make_encoding("bf16", 2, 32), table, {}, committed.append)
+    for item in items:
+        writer.put(item)
+    time.sleep(seconds)
+    count = len(committed)
+    writer.close()
+    if seconds:
+        assert count
+    return committed, StoreReader(config.store)
+
+
+def test_states_that_are_not_finite_put_the_sample_into_quarantine(
+    opened: tuple[ExtractConfig, SampleTable, Forwarder],
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config, table, forwarder = opened
+    hidden_states = Target.hidden_states
+
+    def broken(self: Target, token_ids: torch.Tensor) -> torch.Tensor:
+        states = hidden_states(self, token_ids)
+        states[1, 7, 32 + 5] = float("nan")
+        states[1, 9, 0] = float("inf")
+        return states
+
+    monkeypatch.setattr(Target, "hidden_states", broken)
+    batches = list(forwarder.run([0, 1, 2]))
+    committed, reader = write(config, table, batches)
+    assert reader.samples["id"].tolist() == [table.ids[0], table.ids[2]]
+    length = int(table.lengths[1])
+    reason = f"hidden state of layer 2 is not finite at token 7 of {length}"
+    assert reader.quarantined() == [{"id": format_id(int(table.ids[1])), "row": None, "reason": reason}]
+    assert [message.indices for message in committed] == [(0, 1, 2)]
+    done = extract_module._stored_indices(table, reader)
+    assert np.flatnonzero(done).tolist() == [0, 1, 2], "a resume does not try it again"
+
+
+def test_out_of_memory_goes_on_in_halves(
+    opened: tuple[ExtractConfig, SampleTable, Forwarder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, table, forwarder = opened
+    hidden_states = Target.hidden_states
+    sizes: list[int] = []
+    limit = 2
+
+    def small(self: Target, token_ids: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(token_ids))
+        if len(token_ids) > limit:
+            raise torch.OutOfMemoryError
+        return hidden_states(self, token_ids)
+
+    whole = next(iter(forwarder.run([4, 5, 6, 7, 8])))
+    monkeypatch.setattr(Target, "hidden_states", small)
+    parts = list(forwarder.run([4, 5, 6, 7, 8]))
+    assert sizes == [5, 2, 3, 1, 2] and [part.indices for part in parts] == [(4, 5), (6,), (7, 8)]
+    assert torch.equal(whole.finite, torch.cat([part.finite for part in parts]))
+    assert len(whole.features) == sum(len(part.features) for part in parts)
+    limit = 0
+    with pytest.raises(InputError, match=f"A sample of {table.lengths[4]} tokens does not fit"):
+        list(forwarder.run([4]))
+
+
+def test_a_full_disk_is_one_sentence_and_commits_nothing(
+    opened: tuple[ExtractConfig, SampleTable, Forwarder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, table, forwarder = opened
+    write_bytes = Files.write
+    room = 30_000
+
+    def full(self: Files, descriptor: int, data: memoryview) -> int:
+        nonlocal room
+        if len(data) > room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        room -= len(data)
+        return write_bytes(self, descriptor, data)
+
+    monkeypatch.setattr(Files, "write", full)
+    with pytest.raises(StoreError, match="the disk is full"):
+        write(config, table, [part for index in range(40) for part in forwarder.run([index])])
+    assert list((config.store / ".staging").iterdir()) == []
+    assert len(StoreReader(config.store).samples) == 0
+
+
+def test_a_segment_is_committed_when_it_is_full_or_old(
+    opened: tuple[ExtractConfig, SampleTable, Forwarder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, table, forwarder = opened
+    batches = [part for index in range(6) for part in forwarder.run([index])]
+    full, _ = write(replace(config, segment_bytes=1), table, batches[:3])
+    assert [message.indices for message in full] == [(0,), (1,), (2,)]
+    monkeypatch.setattr(worker, "POLL_SECONDS", 0.02)
+    old, _ = write(replace(config, segment_seconds=0.05), table, batches[3:], seconds=0.4)
+    assert sorted(index for message in old for index in message.indices) == [3, 4, 5]
+
+
+def test_encoded_batches_leave_out_the_padding(opened: tuple[ExtractConfig, SampleTable, Forwarder]) -> None:
+    _, table, forwarder = opened
+    [batch] = forwarder.run([3, 4])
+    assert isinstance(batch, EncodedBatch) and batch.lengths == tuple(table.lengths[3:5])
+    assert batch.features.shape == (table.lengths[3:5].sum(), 64) and bool(batch.finite.all())
+
+
+def test_calibration_of_another_store_is_taken_over(config: ExtractConfig, target: Target, full_store: Path) -> None:
+    prepared = extract_module._prepare(replace(config, calibration_from=full_store), lambda _event: None)
+    worker._create(prepared.config, target, make_encoding("int8", 2, 32), prepared.table)
+    ours, other = StoreReader(config.store), StoreReader(full_store)
+    assert ours.manifest.calibration_hash == other.manifest.calibration_hash
+    wrong = load_target(config.target, (0, 3), "cpu")
+    with pytest.raises(StoreError, match=r"is for layers \[1, 2\] of 32 channels, but the layers \[0, 3\]"):
+        worker._create(prepared.config, wrong, make_encoding("int8", 2, 32), prepared.table)
