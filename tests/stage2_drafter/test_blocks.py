@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,7 @@ from dflash_train.stage2_drafter.blocks import (
 )
 
 
-def random_row(seed, num_tokens=50):
+def random_row(seed: int, num_tokens: int = 50) -> tuple[np.random.Generator, Any, Any, Any]:
     rng = np.random.default_rng(seed)
     document_ids = np.sort(rng.integers(0, 6, num_tokens)).astype(np.int32)
     document_ids[int(rng.integers(num_tokens - 8, num_tokens + 1)) :] = -1
@@ -24,14 +26,14 @@ def random_row(seed, num_tokens=50):
     return rng, rng.integers(0, 90, num_tokens), loss_mask, document_ids
 
 
-def test_positions_are_counted_from_the_start_of_the_document():
+def test_positions_are_counted_from_the_start_of_the_document() -> None:
     document_ids = np.array([0, 0, 0, 1, 2, 2, -1, -1], dtype=np.int32)
     assert document_starts(document_ids).tolist() == [0, 0, 0, 3, 4, 4, 6, 6]
     assert document_positions(document_ids).tolist() == [0, 1, 2, 0, 0, 1, 0, 0]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_candidates_are_counted_tokens_with_a_counted_successor_in_their_document(seed):
+def test_candidates_are_counted_tokens_with_a_counted_successor_in_their_document(seed: int) -> None:
     _, _, loss_mask, document_ids = random_row(seed)
     expected = [
         a
@@ -41,7 +43,7 @@ def test_candidates_are_counted_tokens_with_a_counted_successor_in_their_documen
     assert anchor_candidates(loss_mask, document_ids).tolist() == expected
 
 
-def test_anchors_are_ascending_distinct_and_follow_the_generator():
+def test_anchors_are_ascending_distinct_and_follow_the_generator() -> None:
     _, _, loss_mask, document_ids = random_row(3, num_tokens=200)
     draws = [sample_anchors(loss_mask, document_ids, 5, np.random.default_rng(seed)) for seed in (1, 1, 2)]
     anchor, valid = draws[0]
@@ -51,24 +53,24 @@ def test_anchors_are_ascending_distinct_and_follow_the_generator():
     assert anchor.tolist() == draws[1][0].tolist() != draws[2][0].tolist()
 
 
-def test_every_candidate_is_drawn_equally_often():
+def test_every_candidate_is_drawn_equally_often() -> None:
     _, _, loss_mask, document_ids = random_row(4)
     candidates = anchor_candidates(loss_mask, document_ids)
     rng = np.random.default_rng(0)
-    counts = sum(np.bincount(sample_anchors(loss_mask, document_ids, 4, rng)[0], minlength=50) for _ in range(3000))
-    share = counts[candidates] / 3000
+    drawn = np.concatenate([sample_anchors(loss_mask, document_ids, 4, rng)[0] for _ in range(3000)])
+    share = np.bincount(drawn, minlength=50)[candidates] / 3000
     expected = 4 / len(candidates)
     assert np.abs(share - expected).max() < 5 * np.sqrt(expected / 3000)
 
 
-def test_missing_anchors_are_dummies_at_the_end():
+def test_missing_anchors_are_dummies_at_the_end() -> None:
     loss_mask = np.array([0, 1, 1, 1, 0, 0, 0], dtype=np.uint8)
     anchor, valid = sample_anchors(loss_mask, np.zeros(7, dtype=np.int32), 5, np.random.default_rng(0))
     assert anchor.tolist() == [1, 2, 0, 0, 0]
     assert valid.tolist() == [True, True, False, False, False]
 
 
-def test_labels_are_the_tokens_of_the_slots_own_positions():
+def test_labels_are_the_tokens_of_the_slots_own_positions() -> None:
     """algorithm.md 5.5: S = 10, K = 4; a = 3 is whole, a = 7 has m[9] = 0 and runs out of the row."""
     token_ids = np.arange(100, 110)
     loss_mask = np.ones(10, dtype=np.uint8)
@@ -84,7 +86,7 @@ def test_labels_are_the_tokens_of_the_slots_own_positions():
     assert mask[0, :10].nonzero().flatten().tolist() == [0, 1, 2]
 
 
-def test_labels_after_an_uncounted_one_do_not_count():
+def test_labels_after_an_uncounted_one_do_not_count() -> None:
     loss_mask = np.array([0, 1, 1, 0, 1, 1, 1, 1], dtype=np.uint8)
     blocks = make_blocks(
         np.arange(8), loss_mask, np.zeros(8, np.int32), np.array([1], np.int32), np.array([True]), 6, 99
@@ -93,7 +95,7 @@ def test_labels_after_an_uncounted_one_do_not_count():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_blocks_match_a_loop(seed):
+def test_blocks_match_a_loop(seed: int) -> None:
     rng, token_ids, loss_mask, document_ids = random_row(seed)
     size = int(rng.integers(2, 9))
     anchor, valid = sample_anchors(loss_mask, document_ids, 20, rng)
@@ -115,7 +117,9 @@ def test_blocks_match_a_loop(seed):
         assert blocks.label_mask[n, 1]
 
 
-def visible(start, anchor, num_tokens, size, window, causal, query, key):
+def visible(
+    start: Any, anchor: Any, num_tokens: int, size: int, window: int | None, causal: bool, query: int, key: int
+) -> bool:
     """The rule of algorithm.md 5.2 and 2.6 for one pair."""
     n, k = divmod(query, size)
     if key < num_tokens:
@@ -129,12 +133,12 @@ def visible(start, anchor, num_tokens, size, window, causal, query, key):
 
 
 @pytest.mark.parametrize("window, causal", [(None, False), (None, True), (5, False), (5, True), (2, False)])
-def test_block_mask_matches_the_rule_pair_by_pair(window, causal):
+def test_block_mask_matches_the_rule_pair_by_pair(window: int | None, causal: bool) -> None:
     rng, token_ids, loss_mask, document_ids = random_row(7, num_tokens=23)
     size, num_anchors, num_tokens = 4, 7, 23
-    anchor, valid = sample_anchors(loss_mask, document_ids, num_anchors, rng)
-    anchor[-1], valid[-1] = 0, False
-    blocks = make_blocks(token_ids, loss_mask, document_ids, anchor, valid, size, 91)
+    drawn, valid = sample_anchors(loss_mask, document_ids, num_anchors, rng)
+    drawn[-1], valid[-1] = 0, False
+    blocks = make_blocks(token_ids, loss_mask, document_ids, drawn, valid, size, 91)
     start, anchor = torch.from_numpy(blocks.start), torch.from_numpy(blocks.anchor)
     queries, keys = num_anchors * size, num_tokens + num_anchors * size
     expected = torch.tensor(
@@ -148,7 +152,7 @@ def test_block_mask_matches_the_rule_pair_by_pair(window, causal):
     assert torch.equal(mask_mod(zero, zero, torch.arange(queries)[:, None], torch.arange(keys)[None]), expected)
 
 
-def test_mask_function_stays_inside_the_anchors_on_padded_queries():
+def test_mask_function_stays_inside_the_anchors_on_padded_queries() -> None:
     """flex_attention rounds Q up to 128; SpecForge issue 501 read out of bounds."""
     start, anchor = torch.zeros(3, dtype=torch.int32), torch.tensor([1, 2, 3], dtype=torch.int32)
     mask_mod = block_mask_mod(start, anchor, 8, 4)
@@ -158,7 +162,7 @@ def test_mask_function_stays_inside_the_anchors_on_padded_queries():
     assert torch.equal(block_mask.to_dense()[0, 0].bool(), torch.ones(1, 1, dtype=torch.bool))
 
 
-def test_a_row_without_an_anchor_has_only_dummies():
+def test_a_row_without_an_anchor_has_only_dummies() -> None:
     blocks = make_blocks(
         np.arange(9),
         np.zeros(9, np.uint8),

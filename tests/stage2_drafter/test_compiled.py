@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -31,8 +32,8 @@ S, A = 128, 32
 
 
 @pytest.fixture
-def make_compiled(make_config):
-    def make(row_tokens=S, num_anchors=A, **changes):
+def make_compiled(make_config: Any) -> Any:
+    def make(row_tokens: int = S, num_anchors: int = A, **changes: Any) -> Any:
         drafter = Drafter(make_config(initializer_range=0.1, **changes), seed=2)
         return CompiledDrafter(drafter, device="cpu", row_tokens=row_tokens, num_anchors=num_anchors)
 
@@ -40,25 +41,25 @@ def make_compiled(make_config):
 
 
 @pytest.fixture
-def rows(make_config, make_row):
+def rows(make_config: Any, make_row: Any) -> Any:
     """Rows of the fixed shape, with other documents and anchors each."""
     config = make_config()
     return [make_row(config, (50, 40 - n, 30 + n), S, A, seed=n) for n in range(4)]
 
 
 @pytest.fixture
-def flex_on_cpu(monkeypatch):
+def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Turns a CPU drafter into one that takes the CUDA path, with the given backend; undone afterwards."""
     undo, made = [], []
     monkeypatch.setattr(compiled_module, "forbid_dense_flex", lambda: undo.append(forbid_dense_flex()))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     real_compile = torch.compile
 
-    def turn(drafter, backend="inductor"):
-        def compile_with(function, **options):
+    def turn(drafter: Any, backend: str = "inductor") -> Any:
+        def compile_with(function: Any, **options: Any) -> Any:
             return real_compile(function, backend=backend, **options)
 
-        compile_with.__signature__ = inspect.signature(real_compile)
+        vars(compile_with)["__signature__"] = inspect.signature(real_compile)
         drafter.uses_flex = True
         made.append(drafter)
         if backend == "aot_eager":
@@ -81,7 +82,7 @@ def flex_on_cpu(monkeypatch):
 # --- the CPU path ------------------------------------------------------------------------------------------------
 
 
-def test_cpu_path_is_dense_and_says_so(make_compiled, rows):
+def test_cpu_path_is_dense_and_says_so(make_compiled: Any, rows: Any) -> None:
     compiled = make_compiled()
     assert compiled.compute_dtype == torch.float32
     assert compiled.expected_graphs(evaluation=True) == 0
@@ -93,12 +94,12 @@ def test_cpu_path_is_dense_and_says_so(make_compiled, rows):
     assert hidden.shape == (A * 4, 32) and hidden.dtype == torch.float32 and hidden.requires_grad
 
 
-def test_cpu_path_refuses_sizes_that_need_gigabytes(make_compiled):
+def test_cpu_path_refuses_sizes_that_need_gigabytes(make_compiled: Any) -> None:
     with pytest.raises(InputError, match=r"1024 anchors of 4 tokens in rows of 32768 need a dense .* of 0.6 GiB"):
         make_compiled(row_tokens=32768, num_anchors=1024)
 
 
-def test_frozen_inputs_get_no_gradient(make_compiled, rows):
+def test_frozen_inputs_get_no_gradient(make_compiled: Any, rows: Any) -> None:
     compiled = make_compiled()
     features, positions, noise, *rest = rows[0].inputs()
     noise.requires_grad_()
@@ -107,12 +108,12 @@ def test_frozen_inputs_get_no_gradient(make_compiled, rows):
     assert all(parameter.grad is not None for parameter in compiled.drafter.parameters())
 
 
-def test_warm_up_changes_no_weight_and_leaves_no_gradient(make_compiled, rows):
+def test_warm_up_changes_no_weight_and_leaves_no_gradient(make_compiled: Any, rows: Any) -> None:
     compiled = make_compiled()
     before = {name: p.clone() for name, p in compiled.drafter.named_parameters()}
     modes = []
 
-    def evaluate():
+    def evaluate() -> None:
         modes.append(torch.is_grad_enabled())
         assert not compiled(*rows[1].inputs()).requires_grad
 
@@ -121,11 +122,11 @@ def test_warm_up_changes_no_weight_and_leaves_no_gradient(make_compiled, rows):
     assert all(torch.equal(before[name], p) and p.grad is None for name, p in compiled.drafter.named_parameters())
 
 
-def test_warm_up_that_trains_is_refused(make_compiled, rows):
+def test_warm_up_that_trains_is_refused(make_compiled: Any, rows: Any) -> None:
     compiled = make_compiled()
     optimizer = torch.optim.SGD(compiled.drafter.parameters(), lr=0.1)
 
-    def step():
+    def step() -> Any:
         compiled(*rows[0].inputs()).sum().backward()
         optimizer.step()
 
@@ -133,7 +134,7 @@ def test_warm_up_that_trains_is_refused(make_compiled, rows):
         compiled.warm_up(step)
 
 
-def test_warm_up_without_a_backward_is_refused(make_compiled, rows):
+def test_warm_up_without_a_backward_is_refused(make_compiled: Any, rows: Any) -> None:
     compiled = make_compiled()
     with pytest.raises(RuntimeError, match="left no gradient"):
         compiled.warm_up(lambda: compiled(*rows[0].inputs()))
@@ -142,10 +143,10 @@ def test_warm_up_without_a_backward_is_refused(make_compiled, rows):
 # --- who may call, with what -------------------------------------------------------------------------------------
 
 
-def test_other_threads_are_refused(make_compiled, rows):
+def test_other_threads_are_refused(make_compiled: Any, rows: Any) -> None:
     compiled, errors = make_compiled(), []
 
-    def call():
+    def call() -> None:
         try:
             compiled(*rows[0].inputs())
         except RuntimeError as error:
@@ -157,13 +158,13 @@ def test_other_threads_are_refused(make_compiled, rows):
     assert len(errors) == 1 and "thread 'loader'" in errors[0]
 
 
-def test_inference_mode_is_refused(make_compiled, rows):
+def test_inference_mode_is_refused(make_compiled: Any, rows: Any) -> None:
     inputs = rows[0].inputs()
     with torch.inference_mode(), pytest.raises(RuntimeError, match="use torch.no_grad"):
         make_compiled()(*inputs)
 
 
-def test_other_shapes_and_types_are_refused(make_compiled, rows):
+def test_other_shapes_and_types_are_refused(make_compiled: Any, rows: Any) -> None:
     compiled = make_compiled()
     features, positions, noise, noise_positions, start, anchor = rows[0].inputs()
     with pytest.raises(ValueError, match=r"compiled for .* = \(128, 128, 32, 32\) but got .* \(127, 128, 32, 32\)"):
@@ -180,13 +181,13 @@ def test_other_shapes_and_types_are_refused(make_compiled, rows):
         ({"head_dim": 8}, "head_dim of the drafter is 8; flex_attention on a GPU needs at least 16"),
     ],
 )
-def test_sizes_that_flex_attention_cannot_tile_are_refused(make_compiled, sizes, message):
+def test_sizes_that_flex_attention_cannot_tile_are_refused(make_compiled: Any, sizes: Any, message: str) -> None:
     compiled = make_compiled(**sizes)
     with pytest.raises(InputError, match=message):
         compiled._check_flex_sizes()
 
 
-def test_the_first_step_needs_a_warm_up(make_compiled, rows):
+def test_the_first_step_needs_a_warm_up(make_compiled: Any, rows: Any) -> None:
     compiled = make_compiled()
     compiled.uses_flex = True
     with pytest.raises(RuntimeError, match="call warm_up before"):
@@ -196,14 +197,14 @@ def test_the_first_step_needs_a_warm_up(make_compiled, rows):
 # --- the locks ---------------------------------------------------------------------------------------------------
 
 
-def tiny_attention():
+def tiny_attention() -> Any:
     start, anchor = torch.zeros(4, dtype=torch.int32), torch.arange(4, dtype=torch.int32)
     mask = flex_module.create_block_mask(block_mask_mod(start, anchor, 16, 4), None, None, 16, 32, device="cpu")
     q, k = torch.randn(1, 2, 16, 16), torch.randn(1, 1, 32, 16)
     return q, k, k.clone(), mask
 
 
-def test_door_is_shut_for_eager_calls_and_for_every_stance_that_runs_eager():
+def test_door_is_shut_for_eager_calls_and_for_every_stance_that_runs_eager() -> None:
     inputs = tiny_attention()
     with pytest.raises(RuntimeError, match="called without being compiled"):
         flex_attention_door(*inputs)
@@ -214,8 +215,8 @@ def test_door_is_shut_for_eager_calls_and_for_every_stance_that_runs_eager():
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_second_lock_stops_backends_that_do_not_fuse(backend):
-    inputs = tiny_attention()
+def test_second_lock_stops_backends_that_do_not_fuse(backend: str) -> None:
+    q, k, v, mask = inputs = tiny_attention()
     torch._dynamo.reset()
     expected = torch.compile(flex_attention_door, backend=backend, fullgraph=True)(*inputs)  # the danger is real
     undo = forbid_dense_flex()
@@ -224,7 +225,7 @@ def test_second_lock_stops_backends_that_do_not_fuse(backend):
         with pytest.raises(Exception, match="compiled with a backend that does not fuse it"):
             torch.compile(flex_attention_door, backend=backend, fullgraph=True)(*inputs)
         with pytest.raises(Exception, match="about to run dense"):
-            flex_module.flex_attention(*inputs[:3], block_mask=inputs[3], enable_gqa=True)
+            flex_module.flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
     finally:
         undo()
     torch._dynamo.reset()
@@ -238,20 +239,20 @@ def test_second_lock_stops_backends_that_do_not_fuse(backend):
 
 @pytest.mark.parametrize("changes, graphs", [({}, 3), (SLIDING, 6), ({"is_causal": True}, 3)])
 def test_one_graph_serves_all_layers_of_a_kind_and_new_anchors_make_none(
-    make_compiled, rows, flex_on_cpu, changes, graphs
-):
+    make_compiled: Any, rows: Any, flex_on_cpu: Any, changes: Any, graphs: int
+) -> None:
     dense = make_compiled(**changes)
     compiled = flex_on_cpu(make_compiled(**changes), backend="aot_eager")
     weights = torch.randn(A * 4, 32, generator=torch.Generator().manual_seed(0))
 
-    def step(drafter, row):
+    def step(drafter: Any, row: Any) -> Any:
         hidden = drafter(*row.inputs())
         (hidden * weights).sum().backward()
         gradients = [p.grad for p in drafter.drafter.parameters()]
         drafter.drafter.zero_grad()
         return hidden.detach(), gradients
 
-    def warm_step():
+    def warm_step() -> None:
         (compiled(*rows[0].inputs()) * weights).sum().backward()
 
     assert compiled.expected_graphs(evaluation=True) == graphs
@@ -270,11 +271,11 @@ def test_one_graph_serves_all_layers_of_a_kind_and_new_anchors_make_none(
         compiled._compiled_mask(lambda b, h, q, k: q >= k, None, None, 128, 256, device="cpu")
 
 
-def test_a_graph_too_many_is_named(make_compiled, rows, flex_on_cpu):
+def test_a_graph_too_many_is_named(make_compiled: Any, rows: Any, flex_on_cpu: Any) -> None:
     compiled = flex_on_cpu(make_compiled(num_hidden_layers=1), backend="aot_eager")
     extra = torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)
 
-    def step():
+    def step() -> Any:
         extra(torch.ones(3))
         compiled(*rows[0].inputs()).sum().backward()
 
@@ -283,7 +284,9 @@ def test_a_graph_too_many_is_named(make_compiled, rows, flex_on_cpu):
 
 
 @pytest.mark.slow
-def test_inductor_forward_equals_the_dense_mask_with_both_locks_on(make_compiled, rows, flex_on_cpu):
+def test_inductor_forward_equals_the_dense_mask_with_both_locks_on(
+    make_compiled: Any, rows: Any, flex_on_cpu: Any
+) -> None:
     """The real fused kernel, as far as the CPU has one: forward only."""
     dense = make_compiled(**SLIDING)
     compiled = flex_on_cpu(make_compiled(**SLIDING))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -37,7 +40,7 @@ SLIDING = {"layer_types": ("sliding_attention", "full_attention", "sliding_atten
 
 
 @pytest.fixture(autouse=True)
-def compiler_left_as_found(monkeypatch):
+def compiler_left_as_found(monkeypatch: pytest.MonkeyPatch) -> Any:
     undo = []
     monkeypatch.setattr(compiled_module, "forbid_dense_flex", lambda: undo.append(forbid_dense_flex()))
     torch._dynamo.reset()
@@ -48,14 +51,16 @@ def compiler_left_as_found(monkeypatch):
     torch._dynamo.reset()
 
 
-def relative_error(value, reference):
-    return ((value.double() - reference.double()).norm() / reference.double().norm()).item()
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    return float((value.double() - reference.double()).norm() / reference.double().norm())
 
 
 @pytest.mark.parametrize(
     "dtype, window, causal, floor", [(torch.float32, 40, True, 2e-6), (torch.bfloat16, None, False, 4e-3)]
 )
-def test_triton_kernels_match_dense_attention(make_config, make_row, dtype, window, causal, floor):
+def test_triton_kernels_match_dense_attention(
+    make_config: Any, make_row: Any, dtype: torch.dtype, window: int | None, causal: bool, floor: float
+) -> None:
     """Forward and the three gradients against float64, no worse than dense attention in the same type."""
     row = make_row(make_config(**GEOMETRY), LENGTHS, S, A, seed=1)
     row.blocks.anchor[-3:] = row.blocks.start[-3:] = 0  # dummies
@@ -68,19 +73,19 @@ def test_triton_kernels_match_dense_attention(make_config, make_row, dtype, wind
     )
     generator = torch.Generator("cuda").manual_seed(0)
 
-    def draw(heads, length):
+    def draw(heads: int, length: int) -> Tensor:
         return torch.randn(1, heads, length, 64, device="cuda", dtype=dtype, generator=generator)
 
     inputs = (draw(6, queries), draw(2, keys), draw(2, keys))
     upstream = draw(6, queries)
 
-    def run(attend, dtype):
+    def run(attend: Any, dtype: torch.dtype) -> Any:
         leaves = [tensor.to(dtype).requires_grad_() for tensor in inputs]
         out = attend(*leaves)
         out.backward(upstream.to(dtype))
         return [out.detach(), *(leaf.grad for leaf in leaves)]
 
-    def dense_attention(q, k, v):
+    def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=dense, enable_gqa=True)
 
     door = torch.compile(flex_attention_door, fullgraph=True, dynamic=False)
@@ -92,7 +97,7 @@ def test_triton_kernels_match_dense_attention(make_config, make_row, dtype, wind
         assert relative_error(value, reference) <= allowed, name
 
 
-def gradients_of(drafter, row, upstream):
+def gradients_of(drafter: Any, row: Any, upstream: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     hidden = drafter(*row.inputs(str(drafter.device)))
     hidden.float().backward(upstream.to(hidden.device))
     gradients = {name: p.grad.cpu() for name, p in drafter.drafter.named_parameters()}
@@ -100,13 +105,13 @@ def gradients_of(drafter, row, upstream):
     return hidden.detach().float().cpu(), gradients
 
 
-def make_drafter(config, device, compute_dtype=None):
+def make_drafter(config: Any, device: str, compute_dtype: Any = None) -> Any:
     return CompiledDrafter(
         Drafter(config, seed=4), device=device, row_tokens=S, num_anchors=A, compute_dtype=compute_dtype
     )
 
 
-def test_fp32_drafter_equals_the_cpu_with_one_graph_a_kind_of_layer(make_config, make_row):
+def test_fp32_drafter_equals_the_cpu_with_one_graph_a_kind_of_layer(make_config: Any, make_row: Any) -> None:
     config = make_config(initializer_range=0.1, **GEOMETRY, **SLIDING)
     rows = [make_row(config, LENGTHS, S, A, seed=n) for n in range(2)]
     compiled, dense = make_drafter(config, "cuda", torch.float32), make_drafter(config, "cpu")
@@ -122,7 +127,7 @@ def test_fp32_drafter_equals_the_cpu_with_one_graph_a_kind_of_layer(make_config,
     assert compiled.recompilations() == 0
 
 
-def test_bf16_drafter_compiles_three_graphs_and_never_again(make_config, make_row):
+def test_bf16_drafter_compiles_three_graphs_and_never_again(make_config: Any, make_row: Any) -> None:
     config = make_config(initializer_range=0.1, **GEOMETRY)
     rows = [make_row(config, (300 - 20 * n, 3, 1, 150 + 9 * n), S, A, seed=n) for n in range(6)]
     rows.append(make_row(config, LENGTHS, S, A, seed=9, supervised=0.0))  # dummies alone

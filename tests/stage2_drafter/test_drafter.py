@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from dflash_train.stage2_drafter.drafter import Drafter, DrafterCache, DrafterCo
 from dflash_train.stage2_drafter.loss import block_weights, frozen_head_cross_entropy, weighted_loss
 
 SLIDING = {"layer_types": ("sliding_attention", "full_attention", "sliding_attention"), "sliding_window": 5}
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"is_causal": True},
     "sliding": SLIDING,
@@ -25,12 +27,12 @@ VARIANTS = {
 }
 
 
-def all_blocks(drafter, row):
+def all_blocks(drafter: Any, row: Any) -> Any:
     """Training path: every block of the row at once, dense masks, [A,K,H]."""
     config = drafter.config
     start, anchor = torch.from_numpy(row.blocks.start), torch.from_numpy(row.blocks.anchor)
 
-    def attend_in(index):
+    def attend_in(index: int) -> Any:
         mask = dense_block_mask(
             start, anchor, row.num_tokens, config.block_size, config.layer_window(index), config.layer_is_causal(index)
         )
@@ -46,7 +48,7 @@ def all_blocks(drafter, row):
     return hidden[0].unflatten(0, (-1, config.block_size))
 
 
-def one_block(drafter, row, n, steps=(1,)):
+def one_block(drafter: Any, row: Any, n: int, steps: Any = (1,)) -> Any:
     """Generate path: the context arrives in pieces, as it does between verifications; [K,H]."""
     start, anchor = int(row.blocks.start[n]), int(row.blocks.anchor[n])
     size, cache = drafter.config.block_size, DrafterCache(drafter.config)
@@ -61,15 +63,15 @@ def one_block(drafter, row, n, steps=(1,)):
 
 
 @pytest.fixture
-def make_drafter(make_config):
-    def make(seed=3, **changes):
+def make_drafter(make_config: Any) -> Any:
+    def make(seed: int = 3, **changes: Any) -> Any:
         # Larger weights than at the start of training, so that attention is far from uniform.
         return Drafter(make_config(initializer_range=0.2, **changes), seed=seed)
 
     return make
 
 
-def test_parameters_have_z_labs_names_and_shapes(make_config):
+def test_parameters_have_z_labs_names_and_shapes(make_config: Any) -> None:
     config = make_config(num_hidden_layers=5)
     drafter = Drafter(config)
     names = {name: tuple(p.shape) for name, p in drafter.named_parameters()}
@@ -91,7 +93,7 @@ def test_parameters_have_z_labs_names_and_shapes(make_config):
     }
 
 
-def test_weights_depend_on_the_seed_alone(make_config):
+def test_weights_depend_on_the_seed_alone(make_config: Any) -> None:
     torch.manual_seed(1)
     first = Drafter(make_config(), seed=7).state_dict()
     state = torch.get_rng_state()
@@ -105,7 +107,7 @@ def test_weights_depend_on_the_seed_alone(make_config):
     assert torch.equal(state, torch.get_rng_state()), "the global generator is left alone"
 
 
-def test_rotary_positions_survive_a_cast_to_bf16(make_config):
+def test_rotary_positions_survive_a_cast_to_bf16(make_config: Any) -> None:
     drafter = Drafter(make_config(rope_theta=1e6))
     positions = torch.tensor([[0, 1, 40_000]])
     before = drafter.rotary(positions)
@@ -116,7 +118,7 @@ def test_rotary_positions_survive_a_cast_to_bf16(make_config):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_training_path_equals_generate_path(make_drafter, make_row, variant):
+def test_training_path_equals_generate_path(make_drafter: Any, make_row: Any, variant: str) -> None:
     drafter = make_drafter(**VARIANTS[variant])
     row = make_row(drafter.config)
     trained = all_blocks(drafter, row)
@@ -127,7 +129,7 @@ def test_training_path_equals_generate_path(make_drafter, make_row, variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_features_at_or_after_the_anchor_change_no_bit(make_drafter, make_row, variant):
+def test_features_at_or_after_the_anchor_change_no_bit(make_drafter: Any, make_row: Any, variant: str) -> None:
     drafter = make_drafter(**VARIANTS[variant])
     row = make_row(drafter.config, num_anchors=6)
     logits = all_blocks(drafter, row) @ row.table.T
@@ -145,7 +147,7 @@ def test_features_at_or_after_the_anchor_change_no_bit(make_drafter, make_row, v
         row.features.copy_(clean)
 
 
-def test_blocks_do_not_see_one_another(make_drafter, make_row):
+def test_blocks_do_not_see_one_another(make_drafter: Any, make_row: Any) -> None:
     drafter = make_drafter()
     row = make_row(drafter.config)
     before = all_blocks(drafter, row)
@@ -161,7 +163,9 @@ def test_blocks_do_not_see_one_another(make_drafter, make_row):
     [((48,), 0.0), ((2, 3, 2, 1, 3), 1.0), ((1, 1, 1), 1.0), ((0,), 0.5)],
     ids=["no anchor", "documents shorter than a block", "documents of one token", "padding alone"],
 )
-def test_odd_rows_give_finite_values_and_gradients(make_drafter, make_row, lengths, supervised, variant):
+def test_odd_rows_give_finite_values_and_gradients(
+    make_drafter: Any, make_row: Any, lengths: Any, supervised: float, variant: str
+) -> None:
     drafter = make_drafter(**VARIANTS[variant])
     row = make_row(drafter.config, lengths=lengths, supervised=supervised)
     if lengths == (2, 3, 2, 1, 3):
@@ -170,14 +174,14 @@ def test_odd_rows_give_finite_values_and_gradients(make_drafter, make_row, lengt
     out = frozen_head_cross_entropy(hidden.detach(), row.table, torch.from_numpy(row.blocks.labels).flatten())
     weights = block_weights(torch.from_numpy(row.blocks.label_mask), 4.0).flatten()
     loss = weighted_loss(hidden, out.dhidden, out.ce, weights)
-    loss.backward()
+    torch.autograd.backward(loss)
     assert hidden.isfinite().all() and loss.isfinite()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in drafter.parameters())
     if not row.blocks.valid.any():
         assert loss.item() == 0 and not any(p.grad.any() for p in drafter.parameters())
 
 
-def test_nothing_frozen_gets_a_gradient_or_is_saved(make_drafter, make_row):
+def test_nothing_frozen_gets_a_gradient_or_is_saved(make_drafter: Any, make_row: Any) -> None:
     drafter = make_drafter()
     row = make_row(drafter.config)
     row.table.requires_grad_()
@@ -185,12 +189,12 @@ def test_nothing_frozen_gets_a_gradient_or_is_saved(make_drafter, make_row):
     row.noise = lambda table=None: noise
     hidden = all_blocks(drafter, row).flatten(0, 1)
     out = frozen_head_cross_entropy(hidden.detach(), row.table, torch.from_numpy(row.blocks.labels).flatten())
-    weighted_loss(hidden, out.dhidden, out.ce, torch.ones(len(hidden))).backward()
+    torch.autograd.backward(weighted_loss(hidden, out.dhidden, out.ce, torch.ones(len(hidden))))
     assert row.table.grad is None
     assert not any("embed" in name or "head" in name or "rotary" in name for name in drafter.state_dict())
 
 
-def test_context_skips_the_input_norm_and_enters_every_layer(make_drafter, make_row):
+def test_context_skips_the_input_norm_and_enters_every_layer(make_drafter: Any, make_row: Any) -> None:
     drafter = make_drafter()
     row = make_row(drafter.config)
     seen = []
@@ -204,12 +208,12 @@ def test_context_skips_the_input_norm_and_enters_every_layer(make_drafter, make_
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_config_survives_json(make_config, variant):
+def test_config_survives_json(make_config: Any, variant: str) -> None:
     config = make_config(final_logit_softcapping=30.0, output_multiplier=0.5, **VARIANTS[variant])
     assert DrafterConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
-def test_config_writes_what_every_engine_reads(make_config):
+def test_config_writes_what_every_engine_reads(make_config: Any) -> None:
     written = make_config(rope_theta=1e6, is_causal=False, **SLIDING).to_json()
     assert written["block_size"] == written["dflash_config"]["block_size"] == 4
     assert written["is_causal"] is False and written["dflash_config"]["causal"] is False
@@ -222,7 +226,7 @@ def test_config_writes_what_every_engine_reads(make_config):
     assert written["tie_word_embeddings"] is False
 
 
-def test_config_of_a_released_checkpoint_is_read(make_config):
+def test_config_of_a_released_checkpoint_is_read(make_config: Any) -> None:
     """The older layout: block_size at the top, causality and rope_parameters not said."""
     written = make_config(**SLIDING).to_json()
     for name in ("is_causal", "rope_parameters", "rope_scaling"):
@@ -257,7 +261,7 @@ def test_config_of_a_released_checkpoint_is_read(make_config):
         ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 4}, r"use_sliding_window is false"),
     ],
 )
-def test_config_that_would_be_misread_is_refused(make_config, change, message):
+def test_config_that_would_be_misread_is_refused(make_config: Any, change: Any, message: str) -> None:
     written = {k: v for k, v in (make_config().to_json() | change).items() if v is not None}
     with pytest.raises(InputError, match=message):
         DrafterConfig.from_json(written)
@@ -274,12 +278,12 @@ def test_config_that_would_be_misread_is_refused(make_config, change, message):
         ({"hidden_size": 0}, r"hidden_size of the drafter is 0"),
     ],
 )
-def test_impossible_geometry_is_refused(make_config, change, message):
+def test_impossible_geometry_is_refused(make_config: Any, change: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         make_config(**change)
 
 
-def manifest(**changes):
+def manifest(**changes: Any) -> Any:
     values = {
         "hidden_size": 64,
         "vocab_size": 100,
@@ -330,7 +334,7 @@ def manifest(**changes):
     ],
     ids=["llama", "multimodal", "gpt2", "mixtral", "qwen3-moe"],
 )
-def test_drafter_takes_the_shape_of_its_target(target, expected):
+def test_drafter_takes_the_shape_of_its_target(target: Any, expected: Any) -> None:
     config = DrafterConfig.from_target(target, manifest=manifest(), mask_token_id=99, num_layers=2)
     found = (
         config.num_attention_heads,
@@ -343,7 +347,7 @@ def test_drafter_takes_the_shape_of_its_target(target, expected):
     assert config.is_causal is False and config.target_layer_ids == (1, 4) and config.block_size == 16
 
 
-def test_drafter_takes_the_scales_of_its_target():
+def test_drafter_takes_the_scales_of_its_target() -> None:
     config = DrafterConfig.from_target(
         {"num_attention_heads": 4},
         manifest=manifest(embedding_scale=8.0, logit_scale=0.25, logit_softcap=30.0),
@@ -358,14 +362,14 @@ def test_drafter_takes_the_scales_of_its_target():
 
 
 @pytest.fixture
-def saved(make_config, tmp_path):
+def saved(make_config: Any, tmp_path: Path) -> Any:
     drafter = Drafter(make_config())
     save_file(drafter.state_dict(), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(drafter.config.to_json()))
     return drafter, tmp_path
 
 
-def test_loaded_drafter_equals_the_saved_one(saved):
+def test_loaded_drafter_equals_the_saved_one(saved: Any) -> None:
     drafter, folder = saved
     loaded = load_drafter(folder)
     assert loaded.config == drafter.config
@@ -381,7 +385,7 @@ def test_loaded_drafter_equals_the_saved_one(saved):
         (lambda t: t.update({"fc.weight": torch.ones(32, 96)}), r"fc.weight is \(32, 96\), wanted \(32, 64\)"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(saved, change, message):
+def test_tensors_that_do_not_fit_are_named(saved: Any, change: Any, message: str) -> None:
     drafter, folder = saved
     tensors = dict(drafter.state_dict())
     change(tensors)
@@ -390,7 +394,7 @@ def test_tensors_that_do_not_fit_are_named(saved, change, message):
         load_drafter(folder)
 
 
-def test_folders_that_hold_no_drafter_are_refused(saved):
+def test_folders_that_hold_no_drafter_are_refused(saved: Any) -> None:
     _, folder = saved
     with pytest.raises(InputError, match=r"has no config.json; give a folder"):
         load_drafter(folder / "nowhere")

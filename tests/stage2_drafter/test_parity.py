@@ -7,6 +7,7 @@ import json
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from dflash_train.stage2_drafter.drafter import Drafter, DrafterCache
 
 ORACLE = Path(__file__).parents[1] / ".oracle"
 SLIDING = {"layer_types": ("sliding_attention", "full_attention", "sliding_attention"), "sliding_window": 5}
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"is_causal": True},
     "sliding": SLIDING,
@@ -29,7 +30,7 @@ VARIANTS = {
 
 
 @pytest.fixture(scope="module")
-def oracle():
+def oracle() -> Any:
     if not (ORACLE / "dflash" / "model.py").is_file():
         pytest.skip(
             "tests/.oracle is missing: pip install --no-deps --target tests/.oracle dflash==0.1.0 to compare with z-lab"
@@ -46,10 +47,10 @@ def oracle():
 
 
 @pytest.fixture
-def make_pair(oracle, make_config, tmp_path):
+def make_pair(oracle: Any, make_config: Any, tmp_path: Path) -> Any:
     """Our drafter and z-lab's, loaded from the folder that ours was written to."""
 
-    def make(**changes):
+    def make(**changes: Any) -> Any:
         drafter = Drafter(make_config(initializer_range=0.2, **changes), seed=5)
         save_file(drafter.state_dict(), tmp_path / "model.safetensors", metadata={"format": "pt"})
         (tmp_path / "config.json").write_text(json.dumps(drafter.config.to_json()))
@@ -66,7 +67,9 @@ def make_pair(oracle, make_config, tmp_path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
-def test_training_and_generate_path_equal_z_labs_package(make_pair, make_row, oracle, variant):
+def test_training_and_generate_path_equal_z_labs_package(
+    make_pair: Any, make_row: Any, oracle: Any, variant: str
+) -> None:
     ours, theirs = make_pair(**VARIANTS[variant])
     config = ours.config
     assert theirs.block_size == config.block_size and theirs.mask_token_id == config.mask_token_id
@@ -96,7 +99,7 @@ def test_training_and_generate_path_equal_z_labs_package(make_pair, make_row, or
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
-def test_drafting_round_by_round_equals_z_labs_cache(make_pair, oracle, variant):
+def test_drafting_round_by_round_equals_z_labs_cache(make_pair: Any, oracle: Any, variant: str) -> None:
     """Several rounds with each package's own cache, as in decoding: new context of varying length, then a block."""
     ours, theirs = make_pair(**VARIANTS[variant])
     config = ours.config
@@ -121,13 +124,13 @@ def test_drafting_round_by_round_equals_z_labs_cache(make_pair, oracle, variant)
         assert cache.length == length
 
 
-def test_parameters_are_z_labs(make_pair):
+def test_parameters_are_z_labs(make_pair: Any) -> None:
     ours, theirs = make_pair()
     found = {name: p.shape for name, p in ours.named_parameters()}
     assert found == {name: p.shape for name, p in theirs.named_parameters()}
 
 
-def test_loss_of_both_gives_the_same_gradients(make_pair, make_row):
+def test_loss_of_both_gives_the_same_gradients(make_pair: Any, make_row: Any) -> None:
     ours, theirs = make_pair()
     row = make_row(ours.config, num_anchors=1, lengths=(40,))
     anchor = int(row.blocks.anchor[0])
@@ -135,9 +138,9 @@ def test_loss_of_both_gives_the_same_gradients(make_pair, make_row):
     noise, labels = row.noise()[None], torch.from_numpy(row.blocks.labels[0])
     positions = torch.arange(anchor + ours.config.block_size)[None]
     trained = CompiledDrafter(ours, device="cpu", row_tokens=row.num_tokens, num_anchors=1)(*row.inputs())
-    F.cross_entropy(trained[1:] @ row.table.T, labels[1:]).backward()
+    torch.autograd.backward(F.cross_entropy(trained[1:] @ row.table.T, labels[1:]))
     reference = theirs(target_hidden=row.features[None, :anchor], noise_embedding=noise, position_ids=positions)[0]
-    F.cross_entropy(reference[1:] @ row.table.T, labels[1:]).backward()
+    torch.autograd.backward(F.cross_entropy(reference[1:] @ row.table.T, labels[1:]))
     expected = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name].grad, atol=1e-5, rtol=1e-4, msg=name)
