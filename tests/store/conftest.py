@@ -1,6 +1,8 @@
 """Small stores for the tests of the store: made through the public writers, with seeded values."""
 
-from collections.abc import Iterable
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from dflash_train.store.creation import FrozenTarget, create_store, manifest_encoding
-from dflash_train.store.encoding import to_stored
+from dflash_train.store.encoding import Encoding, to_stored
 from dflash_train.store.files import Files
 from dflash_train.store.manifest import Manifest, hash_calibration
 from dflash_train.store.segment import SegmentWriter
@@ -29,7 +32,7 @@ class StoreMaker:
     tied: bool = True
 
     @property
-    def channel_scale(self) -> np.ndarray:
+    def channel_scale(self) -> NDArray[np.float32]:
         generator = np.random.default_rng(5)
         return np.exp(generator.normal(size=self.num_layers * self.hidden_size)).astype(np.float32)
 
@@ -58,7 +61,7 @@ class StoreMaker:
         )
 
     @property
-    def encoding(self):
+    def encoding(self) -> Encoding:
         return manifest_encoding(self.manifest)
 
     def frozen(self) -> FrozenTarget:
@@ -119,6 +122,28 @@ class StoreMaker:
         return path
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def quick_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real fsync takes 4 ms and proves nothing here: test_crashes.py models what is durable."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def quick_path(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where there is one: making and removing ten thousand folders takes a minute on a disk."""
+    memory = Path("/dev/shm")
+    if not (memory.is_dir() and os.access(memory, os.W_OK)):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        yield Path(folder)
+
+
 @pytest.fixture(params=["bf16", "int8"])
 def maker(request: pytest.FixtureRequest) -> StoreMaker:
     return StoreMaker(request.param)
@@ -130,6 +155,6 @@ def bf16() -> StoreMaker:
 
 
 @pytest.fixture
-def with_(bf16: StoreMaker):
+def with_(bf16: StoreMaker) -> Callable[..., StoreMaker]:
     """A StoreMaker with other settings: with_(encoding_name="int8", tied=False)."""
     return lambda **changes: replace(bf16, **changes)

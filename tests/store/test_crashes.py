@@ -157,20 +157,21 @@ def crash_everywhere(base: Path, work: Callable[[Path, Files], Any], check: Call
 
 
 @pytest.mark.parametrize("encoding_name", ["int8"])
-def test_segment_survives_a_stop_after_every_call(with_: Any, tmp_path: Path, encoding_name: str) -> None:
+def test_segment_survives_a_stop_after_every_call(with_: Any, quick_path: Path, encoding_name: str) -> None:
     maker = with_(encoding_name=encoding_name, num_layers=1, hidden_size=4)
-    base = tmp_path / "base"
+    base = quick_path / "base"
     base.mkdir()
     maker.create(base / "s.zarr")
     maker.add_segment(base / "s.zarr", [0], [3])
     wanted = {1000, 1001, 1002}
     lengths = {1: 33, 2: 7}
+    samples = {number: maker.sample(number, length) for number, length in lengths.items()}
 
     def work(root: Path, files: Files) -> None:
         writer = SegmentWriter(root / "s.zarr", maker.encoding, {}, files)
         writer.quarantine({"id": None, "row": 9, "reason": "empty"})
-        for number, length in lengths.items():
-            writer.append(**maker.sample(number, length))
+        for sample in samples.values():
+            writer.append(**sample)
         writer.commit()
 
     def check(root: Path, finished: bool) -> None:
@@ -187,14 +188,14 @@ def test_segment_survives_a_stop_after_every_call(with_: Any, tmp_path: Path, en
         reader = StoreReader(path)
         assert sorted(reader.samples["id"].tolist()) == sorted(wanted) and reader.num_duplicates == 0
         index = reader.samples["id"].tolist().index(1001)
-        np.testing.assert_array_equal(reader.read(index).features, maker.sample(1, 33)["features"])
+        np.testing.assert_array_equal(reader.read(index).features, samples[1]["features"])
 
     assert crash_everywhere(base, work, check) > 40
 
 
-def test_creation_survives_a_stop_after_every_call(with_: Any, tmp_path: Path) -> None:
+def test_creation_survives_a_stop_after_every_call(with_: Any, quick_path: Path) -> None:
     maker = with_(tied=False, num_layers=1, hidden_size=4)
-    base = tmp_path / "base"
+    base = quick_path / "base"
     base.mkdir()
 
     def work(root: Path, files: Files) -> None:
@@ -215,14 +216,14 @@ def test_creation_survives_a_stop_after_every_call(with_: Any, tmp_path: Path) -
         report = verify_store(path)
         assert report.problems == [] and report.leftovers == [] and report.num_samples == 1
 
-    assert crash_everywhere(base, work, check) > 80
+    assert crash_everywhere(base, work, check) > 70
 
 
-def test_directory_appears_whole_or_not_at_all(tmp_path: Path) -> None:
-    base = tmp_path / "base"
+def test_directory_appears_whole_or_not_at_all(quick_path: Path) -> None:
+    base = quick_path / "base"
     base.mkdir()
     (base / "old").write_text("kept")
-    contents = {"config.json": b"{}", "model/weights": [b"abc", b"", memoryview(b"def")], "empty": b""}
+    contents: dict[str, Any] = {"config.json": b"{}", "model/weights": [b"abc", b"", memoryview(b"def")], "empty": b""}
 
     def work(root: Path, files: Files) -> None:
         write_directory(root / "step-1", contents, files, empty=["logs/a"])
@@ -246,4 +247,4 @@ def test_directory_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         assert (final / "model/weights").read_bytes() == b"abcdef" and (final / "config.json").read_bytes() == b"{}"
         assert {entry.name for entry in root.iterdir()} == {"old", "step-1"}
 
-    assert crash_everywhere(base, work, check) > 20
+    assert crash_everywhere(base, work, check) > 15

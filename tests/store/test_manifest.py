@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,16 +11,16 @@ from dflash_train.store.manifest import Manifest, StoreError, format_id, hash_by
 from dflash_train.store.reader import open_manifest
 
 
-def test_manifest_survives_json(bf16):
+def test_manifest_survives_json(bf16: Any) -> None:
     manifest = bf16.manifest
     assert Manifest.from_json(json.loads(json.dumps(manifest.to_json()))) == manifest
 
 
-def test_unknown_attributes_are_ignored(bf16):
+def test_unknown_attributes_are_ignored(bf16: Any) -> None:
     assert Manifest.from_json(bf16.manifest.to_json() | {"later": 1}) == bf16.manifest
 
 
-def test_every_difference_is_named(bf16):
+def test_every_difference_is_named(bf16: Any) -> None:
     found = bf16.manifest
     wanted = dataclasses.replace(found, target_layer_ids=(1, 4), weights_fingerprint="f" * 16, logit_softcap=30.0)
     assert found.differences(wanted) == [
@@ -28,7 +30,7 @@ def test_every_difference_is_named(bf16):
     ]
 
 
-def test_name_counts_only_where_weights_differ(bf16):
+def test_name_counts_only_where_weights_differ(bf16: Any) -> None:
     moved = dataclasses.replace(bf16.manifest, target_name="/elsewhere", target_revision=None)
     assert bf16.manifest.differences(moved) == []
     other = dataclasses.replace(moved, weights_fingerprint="f" * 16)
@@ -50,19 +52,19 @@ def test_name_counts_only_where_weights_differ(bf16):
         ({"target_layer_ids": [1, "2"]}, "field 'target_layer_ids'"),
     ],
 )
-def test_bad_attributes_are_named(bf16, change, text):
+def test_bad_attributes_are_named(bf16: Any, change: Any, text: str) -> None:
     with pytest.raises(StoreError, match=text):
         Manifest.from_json(bf16.manifest.to_json() | change)
 
 
-def test_missing_field_is_named(bf16):
+def test_missing_field_is_named(bf16: Any) -> None:
     attributes = bf16.manifest.to_json()
     del attributes["logit_scale"]
     with pytest.raises(StoreError, match="no field 'logit_scale'"):
         Manifest.from_json(attributes)
 
 
-def test_paths_that_are_no_store_say_why(tmp_path, bf16):
+def test_paths_that_are_no_store_say_why(tmp_path: Path, bf16: Any) -> None:
     with pytest.raises(StoreError, match="is not there, but a store is a folder"):
         open_manifest(tmp_path / "nothing")
     (tmp_path / "file").touch()
@@ -78,7 +80,7 @@ def test_paths_that_are_no_store_say_why(tmp_path, bf16):
         open_manifest(tmp_path)
 
 
-def test_newer_store_is_refused_by_name(tmp_path, bf16):
+def test_newer_store_is_refused_by_name(tmp_path: Path, bf16: Any) -> None:
     path = bf16.create(tmp_path / "new.zarr")
     metadata = json.loads((path / "zarr.json").read_text())
     metadata["attributes"]["format_version"] = 7
@@ -87,7 +89,7 @@ def test_newer_store_is_refused_by_name(tmp_path, bf16):
         open_manifest(path)
 
 
-def test_hashes_have_16_digits_and_ids_63_bits():
+def test_hashes_have_16_digits_and_ids_63_bits() -> None:
     assert len(hash_bytes(b"x")) == 16 and hash_json({"a": 1, "b": 2}) == hash_json({"b": 2, "a": 1})
     ids = [hash_id(bytes([number])) for number in range(64)]
     assert all(0 <= identity < 2**63 for identity in ids) and len({*ids}) == 64

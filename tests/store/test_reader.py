@@ -4,6 +4,7 @@ import json
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +20,10 @@ from dflash_train.store.segment import SegmentWriter
 ODD_LENGTHS = (1, 7, 31, 32, 33, 100, 507)
 
 
-def assert_equals_zarr(path):
+def assert_equals_zarr(path: Path) -> None:
     """Compare each value that the reader gives, and each row between samples, with zarr.open_group."""
     reader = StoreReader(path)
-    root = zarr.open_group(path, mode="r")
+    root: Any = zarr.open_group(path, mode="r")
     assert root.attrs["weights_fingerprint"] == reader.manifest.weights_fingerprint
     np.testing.assert_array_equal(root["calibration/channel_scale"][:], reader.channel_scale)
     embed = from_stored(root["frozen/embed_tokens"][:], root["frozen/embed_tokens"].attrs.get("dtype_view"))
@@ -30,7 +31,7 @@ def assert_equals_zarr(path):
     if not reader.manifest.tied_embeddings:
         head = from_stored(root["frozen/lm_head"][:], root["frozen/lm_head"].attrs.get("dtype_view"))
         assert torch.equal(head, reader.frozen_lm_head())
-    covered = {}
+    covered: dict[str, Any] = {}
     for index, entry in enumerate(reader.samples):
         name = reader.segment_ids[entry["segment"]]
         group = root[f"segments/{name}"]
@@ -47,25 +48,25 @@ def assert_equals_zarr(path):
         assert not root[f"segments/{name}/token_ids"][:][~rows].any()
 
 
-def test_reader_equals_zarr_in_every_value(maker, tmp_path):
+def test_reader_equals_zarr_in_every_value(maker: Any, tmp_path: Path) -> None:
     assert_equals_zarr(maker.store(tmp_path / "s.zarr"))
 
 
 @pytest.mark.parametrize("length", ODD_LENGTHS)
-def test_segments_of_one_odd_sample_equal_zarr(maker, tmp_path, length):
+def test_segments_of_one_odd_sample_equal_zarr(maker: Any, tmp_path: Path, length: int) -> None:
     path = maker.create(tmp_path / "s.zarr")
     maker.add_segment(path, [0], [length])
     assert_equals_zarr(path)
 
 
 @pytest.mark.parametrize("encoding_name", ["bf16", "int8"])
-def test_untied_store_with_wide_aligned_rows_equals_zarr(with_, tmp_path, encoding_name):
+def test_untied_store_with_wide_aligned_rows_equals_zarr(with_: Any, tmp_path: Path, encoding_name: str) -> None:
     maker = with_(encoding_name=encoding_name, num_layers=2, hidden_size=256, tied=False)
     assert maker.encoding.align_tokens == 1
     assert_equals_zarr(maker.store(tmp_path / "s.zarr", segments=1))
 
 
-def test_values_are_those_that_were_appended(maker, tmp_path):
+def test_values_are_those_that_were_appended(maker: Any, tmp_path: Path) -> None:
     path = maker.store(tmp_path / "s.zarr")
     reader = StoreReader(path)
     assert reader.samples["id"].tolist() == list(range(1000, 1014))
@@ -83,14 +84,14 @@ def test_values_are_those_that_were_appended(maker, tmp_path):
     assert (reader.tokenizer_path() / "tokenizer.json").read_bytes() == b'{"version": "1.0"}'
 
 
-def test_frozen_head_is_the_embedding_when_tied(bf16, with_, tmp_path):
+def test_frozen_head_is_the_embedding_when_tied(bf16: Any, with_: Any, tmp_path: Path) -> None:
     tied = StoreReader(bf16.create(tmp_path / "tied.zarr"))
     assert torch.equal(tied.frozen_lm_head(), tied.frozen_embed_tokens())
     untied = StoreReader(with_(tied=False).create(tmp_path / "untied.zarr"))
     assert not torch.equal(untied.frozen_lm_head(), untied.frozen_embed_tokens())
 
 
-def test_read_into_fills_slices_of_a_row_buffer_from_many_threads(maker, tmp_path):
+def test_read_into_fills_slices_of_a_row_buffer_from_many_threads(maker: Any, tmp_path: Path) -> None:
     path = maker.store(tmp_path / "s.zarr")
     reader, encoding = StoreReader(path), maker.encoding
     ends = np.cumsum(reader.samples["length"])
@@ -98,7 +99,7 @@ def test_read_into_fills_slices_of_a_row_buffer_from_many_threads(maker, tmp_pat
     scales = np.zeros((ends[-1], encoding.num_scales), np.float32) if encoding.num_scales else None
     token_ids, loss_mask = np.zeros(ends[-1], np.int32), np.zeros(ends[-1], np.uint8)
 
-    def fill(indices):
+    def fill(indices: Any) -> None:
         for index in indices:
             rows = slice(ends[index] - reader.samples["length"][index], ends[index])
             part = None if scales is None else scales[rows]
@@ -114,14 +115,14 @@ def test_read_into_fills_slices_of_a_row_buffer_from_many_threads(maker, tmp_pat
     np.testing.assert_array_equal(features.view(wanted[0].features.dtype), np.concatenate([s.features for s in wanted]))
 
 
-def test_short_reads_are_continued(maker, tmp_path, monkeypatch):
+def test_short_reads_are_continued(maker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = maker.store(tmp_path / "s.zarr")
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:13]], offset))
     assert_equals_zarr(path)
 
 
-def test_duplicate_ids_keep_the_first(bf16, tmp_path):
+def test_duplicate_ids_keep_the_first(bf16: Any, tmp_path: Path) -> None:
     path = bf16.create(tmp_path / "s.zarr")
     first = bf16.add_segment(path, [0, 1, 1])
     bf16.add_segment(path, [1, 2], [40, 41])
@@ -131,7 +132,7 @@ def test_duplicate_ids_keep_the_first(bf16, tmp_path):
     assert reader.segment_ids[reader.samples["segment"][1]] == first
 
 
-def test_segment_list_fixes_the_order_and_refresh_appends(bf16, tmp_path):
+def test_segment_list_fixes_the_order_and_refresh_appends(bf16: Any, tmp_path: Path) -> None:
     path = bf16.create(tmp_path / "s.zarr")
     names = [bf16.add_segment(path, [number]) for number in range(3)]
     reader = StoreReader(path, segments=[names[2], names[0]])
@@ -145,11 +146,11 @@ def test_segment_list_fixes_the_order_and_refresh_appends(bf16, tmp_path):
         StoreReader(path, segments=["gone"])
 
 
-def num_open():
+def num_open() -> Any:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-def test_more_segments_than_may_be_open(bf16, tmp_path, monkeypatch):
+def test_more_segments_than_may_be_open(bf16: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dflash_train.store.reader.MAX_OPEN_SEGMENTS", 2)
     path = bf16.create(tmp_path / "s.zarr")
     for number in range(5):
@@ -163,13 +164,13 @@ def test_more_segments_than_may_be_open(bf16, tmp_path, monkeypatch):
     assert num_open() == before
 
 
-def damage(path, offset):
+def damage(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
 
 
-def test_damaged_rows_name_sample_and_segment(maker, tmp_path):
+def test_damaged_rows_name_sample_and_segment(maker: Any, tmp_path: Path) -> None:
     path = maker.create(tmp_path / "s.zarr")
     name = maker.add_segment(path, [4, 5])
     damage(path / "segments" / name / "features/c/0/0", 3)
@@ -180,7 +181,7 @@ def test_damaged_rows_name_sample_and_segment(maker, tmp_path):
     assert StoreReader(path, verify=False).read(0).id == 1004
 
 
-def test_shard_rewritten_by_zarr_in_another_order_is_refused(bf16, tmp_path):
+def test_shard_rewritten_by_zarr_in_another_order_is_refused(bf16: Any, tmp_path: Path) -> None:
     path = bf16.create(tmp_path / "s.zarr")
     name = bf16.add_segment(path, [6])
     shard = path / "segments" / name / "features/c/0/0"
@@ -198,7 +199,7 @@ def test_shard_rewritten_by_zarr_in_another_order_is_refused(bf16, tmp_path):
         StoreReader(path).read(0)
 
 
-def test_other_codecs_are_refused(bf16, tmp_path):
+def test_other_codecs_are_refused(bf16: Any, tmp_path: Path) -> None:
     path = bf16.create(tmp_path / "s.zarr")
     name = bf16.add_segment(path, [4])
     folder = path / "segments" / name
@@ -212,7 +213,7 @@ def test_other_codecs_are_refused(bf16, tmp_path):
         read_array_info(folder, "token_ids")
 
 
-def test_zarr_metadata_in_its_shorter_spellings_is_read(bf16, tmp_path):
+def test_zarr_metadata_in_its_shorter_spellings_is_read(bf16: Any, tmp_path: Path) -> None:
     """Other zarr v3 writers leave out defaults and spell extension points without configuration as strings."""
     path = bf16.create(tmp_path / "s.zarr")
     name = bf16.add_segment(path, [4])
@@ -227,14 +228,14 @@ def test_zarr_metadata_in_its_shorter_spellings_is_read(bf16, tmp_path):
     assert read_array_info(text.parent.parent, "features") == wanted
 
 
-def test_half_written_store_is_no_store(bf16, tmp_path):
+def test_half_written_store_is_no_store(bf16: Any, tmp_path: Path) -> None:
     path = bf16.create(tmp_path / "s.zarr")
     (path / "checksums.json").unlink()
     with pytest.raises(StoreError, match=r"checksums\.json could not be read"):
         StoreReader(path)
 
 
-def test_empty_store_opens(maker, tmp_path):
+def test_empty_store_opens(maker: Any, tmp_path: Path) -> None:
     reader = StoreReader(maker.create(tmp_path / "s.zarr"))
     assert len(reader.samples) == 0 and reader.num_tokens == 0 and reader.segment_ids == []
     assert SegmentWriter(reader.path, reader.encoding, {}).commit() is None

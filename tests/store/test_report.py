@@ -1,6 +1,8 @@
 """What inspect-store shows."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from dflash_train.store.report import find_sample, format_report, sample_report,
 from dflash_train.store.segment import SegmentWriter
 
 
-def test_report_counts_and_measures(maker, tmp_path):
+def test_report_counts_and_measures(maker: Any, tmp_path: Path) -> None:
     path = maker.store(tmp_path / "s.zarr")
     report = json.loads(json.dumps(store_report(path)))
     assert (report["segments"], report["samples"], report["tokens"]) == (3, 14, 2 * 711)
@@ -31,7 +33,7 @@ def test_report_counts_and_measures(maker, tmp_path):
         assert 3 < layer["absmax"] < 6
 
 
-def test_outliers_are_counted(bf16, tmp_path):
+def test_outliers_are_counted(bf16: Any, tmp_path: Path) -> None:
     path = bf16.create(tmp_path / "s.zarr")
     writer = SegmentWriter(path, bf16.encoding, {})
     sample = bf16.sample(0, 32)
@@ -44,20 +46,20 @@ def test_outliers_are_counted(bf16, tmp_path):
     assert shares == [0, 1 / 8, 0]
 
 
-def test_report_prints(maker, tmp_path):
+def test_report_prints(maker: Any, tmp_path: Path) -> None:
     console = Console(record=True, width=120)
     console.print(format_report(store_report(maker.store(tmp_path / "s.zarr"))))
     text = console.export_text()
     assert "org/target @ abc" in text and "1 x no supervised tokens" in text and "1, 2, 3 of 5" in text
 
 
-def test_empty_store_has_a_report(maker, tmp_path):
+def test_empty_store_has_a_report(maker: Any, tmp_path: Path) -> None:
     report = store_report(maker.create(tmp_path / "s.zarr"))
     assert report["samples"] == 0 and report["features"] == [] and report["supervised_share"] == 0.0
     Console(quiet=True).print(format_report(report))
 
 
-def test_sample_is_found_by_prefix(bf16, tmp_path):
+def test_sample_is_found_by_prefix(bf16: Any, tmp_path: Path) -> None:
     path = bf16.create(tmp_path / "s.zarr")
     writer = SegmentWriter(path, bf16.encoding, {})
     ids = [0x0123456789ABCDEF, 0x0123FFFFFFFFFFFF, 0x7FFFFFFFFFFFFFFF]

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from dflash_train.store.reader import StoreReader
 from dflash_train.store.verify import verify_store, walk
 
 
-def test_sound_store_is_clean_and_counted(maker, tmp_path):
+def test_sound_store_is_clean_and_counted(maker: Any, tmp_path: Path) -> None:
     path = maker.store(tmp_path / "s.zarr")
     steps = []
     report = verify_store(path, lambda done, total: steps.append((done, total)))
@@ -23,8 +25,8 @@ def test_sound_store_is_clean_and_counted(maker, tmp_path):
     assert steps == sorted(steps) and steps[-1][0] == report.num_bytes <= steps[-1][1]
 
 
-def test_every_flipped_byte_is_reported(maker, tmp_path):
-    path = maker.store(tmp_path / "s.zarr", segments=1)
+def test_every_flipped_byte_is_reported(maker: Any, quick_path: Path) -> None:
+    path = maker.store(quick_path / "s.zarr", segments=1)
     files = sorted(walk(path))
     generator = np.random.default_rng(11)
     places = [(file, offset) for file in files for offset in (0, file.stat().st_size - 1)]  # every file
@@ -52,7 +54,7 @@ def test_every_flipped_byte_is_reported(maker, tmp_path):
     assert verify_store(path).problems == []
 
 
-def test_damaged_rows_name_the_sample(maker, tmp_path):
+def test_damaged_rows_name_the_sample(maker: Any, tmp_path: Path) -> None:
     path = maker.create(tmp_path / "s.zarr")
     name = maker.add_segment(path, [4, 5, 6])
     for array in ("features", "token_ids", "loss_mask"):
@@ -69,7 +71,7 @@ def test_damaged_rows_name_the_sample(maker, tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, 1, 100, -1])
-def test_short_files_are_reported(maker, tmp_path, keep):
+def test_short_files_are_reported(maker: Any, tmp_path: Path, keep: int) -> None:
     path = maker.store(tmp_path / "s.zarr", segments=1)
     for file in sorted(walk(path)):
         data = file.read_bytes()
@@ -79,7 +81,7 @@ def test_short_files_are_reported(maker, tmp_path, keep):
             file.write_bytes(data)
 
 
-def test_missing_and_unlisted_files_are_reported(maker, tmp_path):
+def test_missing_and_unlisted_files_are_reported(maker: Any, tmp_path: Path) -> None:
     path = maker.store(tmp_path / "s.zarr", segments=1)
     for file in sorted(walk(path)):
         moved = file.rename(tmp_path / "moved")
@@ -100,7 +102,7 @@ def test_missing_and_unlisted_files_are_reported(maker, tmp_path):
     assert verify_store(path).problems == []
 
 
-def test_leftovers_are_told_but_no_problem(maker, tmp_path):
+def test_leftovers_are_told_but_no_problem(maker: Any, tmp_path: Path) -> None:
     path = maker.store(tmp_path / "s.zarr", segments=1)
     (path / ".staging" / "dead").mkdir()
     (tmp_path / ".tmp-s.zarr-0123").mkdir()
@@ -109,7 +111,7 @@ def test_leftovers_are_told_but_no_problem(maker, tmp_path):
     assert report.leftovers == [str(path / ".staging" / "dead"), str(tmp_path / ".tmp-s.zarr-0123")]
 
 
-def rewrite(folder, name, change):
+def rewrite(folder: Any, name: str, change: Any) -> None:
     """Change a file and list its new checksum: damage that only the contents betray."""
     file = folder / name
     file.write_bytes(change(file.read_bytes()))
@@ -117,11 +119,11 @@ def rewrite(folder, name, change):
     (folder / CHECKSUMS_NAME).write_bytes(format_checksums(checksums))
 
 
-def test_counts_and_padding_are_checked_beyond_checksums(maker, tmp_path):
+def test_counts_and_padding_are_checked_beyond_checksums(maker: Any, tmp_path: Path) -> None:
     path = maker.create(tmp_path / "s.zarr")
     folder = path / "segments" / maker.add_segment(path, [1, 4])
 
-    def with_copy(name, change):
+    def with_copy(name: str, change: Any) -> Any:
         shutil.copytree(folder, tmp_path / "backup")
         rewrite(folder, name, change)
         (problem,) = verify_store(path).problems
@@ -139,8 +141,8 @@ def test_counts_and_padding_are_checked_beyond_checksums(maker, tmp_path):
     problem = with_copy("token_ids/c/0", lambda data: data[:32] + b"\x01" + data[33:])
     assert problem.file == "token_ids"
 
-    def set_column(row, column, value):
-        def change(data):
+    def set_column(row: Any, column: Any, value: Any) -> Any:
+        def change(data: Any) -> Any:
             table = np.frombuffer(data, np.int64).reshape(-1, 6).copy()
             table[row, column] = value
             return table.tobytes()
@@ -154,34 +156,29 @@ def test_counts_and_padding_are_checked_beyond_checksums(maker, tmp_path):
     for row, column, value in [(0, 3, 8), (0, 2, 1), (1, 2, 0), (0, 3, 0), (1, 3, 2**62), (1, 2, -64), (0, 4, 99)]:
         assert "samples" in with_copy("samples/c/0/0", set_column(row, column, value)).text
 
-    def set_attribute(name, value):
-        def change(data):
+    def set_attribute(name: str, value: Any) -> Any:
+        def change(data: Any) -> Any:
             metadata = json.loads(data)
             metadata["attributes"][name] = value
             return json.dumps(metadata).encode()
 
         return change
 
-    for name, value in [
-        ("num_samples", 3),
-        ("num_tokens", 1),
-        ("num_rows", 10**6),
-        ("num_rows", "x"),
-        ("quarantined", 1),
-    ]:
+    counts: list[tuple[str, Any]] = [("num_samples", 3), ("num_tokens", 1), ("num_rows", 10**6), ("num_rows", "x")]
+    for name, value in [*counts, ("quarantined", 1)]:
         assert with_copy("zarr.json", set_attribute(name, value)).segment == folder.name
     problem = with_copy("features/zarr.json", lambda data: data.replace(b"uint16", b"int16").replace(b"int8", b"uint8"))
     assert "features" in problem.text
 
 
-def test_calibration_of_another_store_is_reported(bf16, tmp_path):
+def test_calibration_of_another_store_is_reported(bf16: Any, tmp_path: Path) -> None:
     path = bf16.create(tmp_path / "s.zarr")
     rewrite(path, "calibration/channel_scale/c/0", lambda data: data[::-1])
     (problem,) = verify_store(path).problems
     assert "not the one of the manifest" in problem.text
 
 
-def test_nothing_to_verify_raises(bf16, tmp_path):
+def test_nothing_to_verify_raises(bf16: Any, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="is not a store"):
         verify_store(tmp_path)
     path = bf16.create(tmp_path / "s.zarr")
