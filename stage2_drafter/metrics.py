@@ -108,14 +108,15 @@ class MetricsLog:
         self._board = SummaryWriter(log_dir=str(run / "tensorboard"), purge_step=step + 1, flush_secs=20)
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """One line {kind, step, …}; lists become one TensorBoard curve an entry, text is left out there."""
+        """One line {kind, step, …}; lists become one TensorBoard curve an entry, text and None are left out there."""
         self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         for name, value in values.items():
+            curves = {name: value}
             if isinstance(value, list):
-                for slot, entry in enumerate(value, start=1):
-                    self._board.add_scalar(f"{kind}/{name}/{slot:02d}", entry, step)
-            elif isinstance(value, (int, float)):
-                self._board.add_scalar(f"{kind}/{name}", value, step)
+                curves = {f"{name}/{slot:02d}": entry for slot, entry in enumerate(value, start=1)}
+            for curve, entry in curves.items():
+                if isinstance(entry, int | float):
+                    self._board.add_scalar(f"{kind}/{curve}", entry, step)
 
     def close(self) -> None:
         self._file.close()

@@ -138,12 +138,15 @@ class Trainer:
     def train(self) -> bool:
         """Run until the last step or a stop signal; returns whether it was stopped. Saves where it ends."""
         config, total = self.config, self.run.total_steps
-        log = MetricsLog(config.run, self.step) if self.rank.rank == 0 else None
         stopped, saved = False, self.step if self.step else -1
         if self.step < total:
             self._warm_up()
         buffers = [self._buffer() for _ in range(config.read_ahead if self.step < total else 0)]
-        with RowLoader(self.builder, self._keys(), buffers) as loader:
+        with contextlib.ExitStack() as stack:
+            loader = stack.enter_context(RowLoader(self.builder, self._keys(), buffers))
+            log = None
+            if self.rank.rank == 0:
+                log = stack.enter_context(contextlib.closing(MetricsLog(config.run, self.step)))
             rows = iter(loader)
             if self.step == 0 < total:
                 self._evaluate_and_log(log)
@@ -162,8 +165,6 @@ class Trainer:
                     saved = self.step
         if saved != self.step:  # no step was taken: the untrained drafter
             self.save()
-        if log is not None:
-            log.close()
         return stopped and self.step < total
 
     def _train_step(self, loader: RowLoader, rows: Iterator[Row]) -> tuple[dict[str, Any], bool]:

@@ -134,7 +134,7 @@ def make_store(tmp_path: Path) -> Callable[..., Path]:
         lengths: Sequence[int] = (23, 31, 9, 40, 17, 28, 12, 36),
         encoding_name: str = "bf16",
         segment_samples: int = 5,
-        supervised: bool = True,
+        unsupervised: Sequence[int] = (),
         tied: bool = True,
         files: dict[str, bytes] | None = None,
     ) -> Path:
@@ -142,7 +142,7 @@ def make_store(tmp_path: Path) -> Callable[..., Path]:
         vocab_size, hidden_size, layer_ids = 64, 16, (1, 3)
         encoding = make_encoding(encoding_name, len(layer_ids), hidden_size)
         rng = np.random.default_rng(5)
-        table = rng.standard_normal((vocab_size, hidden_size)).astype(np.float32)
+        table = 0.3 * rng.standard_normal((vocab_size, hidden_size)).astype(np.float32)
         head = None if tied else rng.standard_normal((vocab_size, hidden_size)).astype(np.float32)
         channel_scale = np.exp(rng.standard_normal(encoding.num_features)).astype(np.float32)
         manifest = Manifest(
@@ -175,7 +175,7 @@ def make_store(tmp_path: Path) -> Callable[..., Path]:
         for index, length in enumerate(lengths):
             token_ids = ((np.arange(length) * (1 + index % 3) + index) % 48).astype(np.int32)
             loss_mask = np.zeros(length, dtype=np.uint8)
-            loss_mask[min(3, length - 1) :] = supervised
+            loss_mask[min(3, length - 1) :] = index not in unsupervised
             states = torch.from_numpy(table[token_ids] @ mixing * channel_scale)
             features, scales = encoding.encode(states, torch.from_numpy(channel_scale))
             writer.append(

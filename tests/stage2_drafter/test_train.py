@@ -1,0 +1,376 @@
+"""The whole trainer on tiny stores: the loss, one to three processes, stops, kills, resumes, and what is refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from dflash_train.errors import InputError
+from dflash_train.stage2_drafter.checkpoint import list_checkpoints, newest_checkpoint
+from dflash_train.stage2_drafter.config import TrainConfig
+from dflash_train.stage2_drafter.loss import block_weights, dpace_weights
+from dflash_train.stage2_drafter.preparation import check_resume, prepare_run, resolve_mask_token
+from dflash_train.stage2_drafter.rank import run_rank
+from dflash_train.stage2_drafter.run_folder import read_ledger, read_metrics
+from dflash_train.stage2_drafter.train import RankDied, train
+from dflash_train.stage2_drafter.trainer import Rank, Trainer
+from dflash_train.store.segment import SegmentWriter
+
+MakeConfig = Callable[..., TrainConfig]
+MakeStore = Callable[..., Path]
+TIMES = ("tokens_per_second", "wait_share")
+
+
+def run_here(config: TrainConfig, stop_after: int | None = None) -> list[str]:
+    """Train in this process, as the one rank; stop_after asks to stop at that step of this run."""
+    lines: list[str] = []
+    asked: list[int] = []
+
+    def stop_requested() -> bool:
+        asked.append(1)
+        return len(asked) == stop_after
+
+    run_rank(config, 0, 1, "cpu", "", lines.append, stop_requested)
+    return lines
+
+
+def curve(run: Path) -> list[dict[str, Any]]:
+    """All that metrics.jsonl says about the steps but for times."""
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in read_metrics(run)]
+
+
+def masters(run: Path) -> dict[str, torch.Tensor]:
+    checkpoint = newest_checkpoint(run)
+    assert checkpoint is not None
+    return checkpoint.masters()
+
+
+def equal(one: Path, two: Path) -> bool:
+    a, b = masters(one), masters(two)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# -- the loss ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("loss", "tied"), [("decay", True), ("dpace", False)])
+def test_step_equals_one_plain_loss_over_all_its_rows(
+    make_store: MakeStore, make_train_config: MakeConfig, loss: str, tied: bool
+) -> None:
+    """Σ w·CE / Σ w over the rows together, through full logits and autograd."""
+    config = make_train_config(
+        make_store(encoding_name="int8", tied=tied), loss=loss, rows_per_step=3, steps=1, holdout=0.0, gamma=2.0
+    )
+    run = prepare_run(config)
+    twin = Trainer(run, Rank(), lambda line: None, lambda: False)
+    all_ce, all_weights = [], []
+    for number in range(3):
+        row = twin.builder.build(run.schedule.key(number), twin._buffer())
+        blocks = row.blocks
+        scales = row.buffer.scales
+        features = run.reader.encoding.decode(row.buffer.features, scales, twin.channel_scale, torch.float32)
+        hidden = twin.compiled(
+            features,
+            torch.from_numpy(row.positions),
+            twin.embed_tokens[torch.from_numpy(blocks.noise_ids).flatten()],
+            torch.from_numpy(blocks.noise_positions),
+            torch.from_numpy(blocks.start),
+            torch.from_numpy(blocks.anchor),
+        )
+        labels, label_mask = torch.from_numpy(blocks.labels), torch.from_numpy(blocks.label_mask)
+        ce = F.cross_entropy(hidden @ twin.lm_head.T, labels.flatten(), reduction="none").view(labels.shape)
+        weights = block_weights(label_mask, 2.0) if loss == "decay" else dpace_weights(ce.detach(), label_mask, 0.5)
+        all_ce.append(ce)
+        all_weights.append(weights)
+    total = (torch.cat(all_ce) * torch.cat(all_weights)).sum() / torch.cat(all_weights).sum()
+    total.backward()  # type: ignore[no-untyped-call]
+    norm = torch.nn.utils.clip_grad_norm_(twin.parameters, 1e9)
+    run_here(config)
+    line = read_metrics(config.run)[0]
+    assert line["loss"] == pytest.approx(total.item(), rel=1e-5)
+    assert line["gradient_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert line["slots"] == sum(int((weights > 0).sum()) for weights in all_weights)
+
+
+def test_overfitting_a_tiny_store_lowers_the_loss(make_store: MakeStore, make_train_config: MakeConfig) -> None:
+    config = make_train_config(make_store(), steps=160, lr=1e-2, evaluate_every=160, save_every=160, log_every=80)
+    lines = run_here(config)
+    steps = read_metrics(config.run)
+    assert steps[-1]["loss"] < 0.5 * steps[0]["loss"]
+    assert steps[-1]["acceptance_length"] > steps[0]["acceptance_length"] + 0.5
+    assert len(steps[0]["accuracy"]) == 3
+    assert [line["step"] for line in read_metrics(config.run, "evaluation")] == [0, 160]
+    assert [line.split(":")[0] for line in lines if line.startswith("step")] == [
+        "step 1 of 160",
+        "step 80 of 160",
+        "step 160 of 160",
+    ]
+    assert list((config.run / "tensorboard").iterdir())
+
+
+def test_loss_does_not_depend_on_the_number_of_processes(make_store: MakeStore, make_train_config: MakeConfig) -> None:
+    """4 rows over 1, 2 and 3 ranks: dummies in the last turn, and rows without a single anchor."""
+    store = make_store(lengths=(23, 31, 60, 40, 62, 28, 12, 61), unsupervised=(2, 4))
+    configs = [
+        make_train_config(store, run=f"run{world}", devices=f"cpu:{world}", rows_per_step=4, steps=3, save_every=99)
+        for world in (1, 2, 3)
+    ]
+    for config in configs:
+        train(config, report=lambda line: None)
+    alone, *others = [curve(config.run) for config in configs]
+    assert any(line["slots"] < 40 for line in alone)
+    for other in others:
+        for one, two in zip(alone, other, strict=True):
+            assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+            assert two["gradient_norm"] == pytest.approx(one["gradient_norm"], rel=1e-4)
+            assert (two["slots"], two["tokens"]) == (one["slots"], one["tokens"])
+    reference = masters(configs[0].run)
+    for config in configs[1:]:
+        for name, tensor in masters(config.run).items():
+            torch.testing.assert_close(tensor, reference[name], rtol=1e-3, atol=1e-5)
+    scores = [read_metrics(config.run, "evaluation")[0]["loss"] for config in configs]
+    assert scores == pytest.approx([scores[0]] * 3, rel=1e-5)
+
+
+def test_a_store_without_any_label_trains_on_nothing_and_stays_finite(
+    make_store: MakeStore, make_train_config: MakeConfig
+) -> None:
+    config = make_train_config(make_store(unsupervised=range(8)), steps=2)
+    run_here(config)
+    assert [(line["loss"], line["skipped"]) for line in read_metrics(config.run)] == [(None, "no label")] * 2
+    assert all(torch.isfinite(tensor).all() for tensor in masters(config.run).values())
+
+
+def test_steps_that_are_not_finite_are_skipped_and_then_stop_the_run(
+    make_store: MakeStore, make_train_config: MakeConfig
+) -> None:
+    config = make_train_config(make_store(), steps=9, bad_step_limit=3, holdout=0.0)
+    trainer = Trainer(prepare_run(config), Rank(), lambda line: None, lambda: False)
+    before = {name: parameter.detach().clone() for name, parameter in trainer.named}
+    trainer.channel_scale = trainer.channel_scale * float("nan")
+    config.run.mkdir()
+    with pytest.raises(InputError, match=r"The loss was not finite in 3 steps in a row, .* step 3, with samples 0{10}"):
+        trainer.train()
+    assert all(torch.equal(before[name], parameter) for name, parameter in trainer.named)
+    assert [line["skipped"] for line in read_metrics(config.run)] == ["not finite"] * 2
+
+
+# -- checkpoints, stops, resumes ---------------------------------------------------------------------------------------
+
+
+def test_no_steps_writes_the_untrained_drafter(make_store: MakeStore, make_train_config: MakeConfig) -> None:
+    config = make_train_config(make_store(), steps=0)
+    run_here(config)
+    run_here(config)
+    checkpoints = list_checkpoints(config.run)
+    assert [checkpoint.step for checkpoint in checkpoints] == [0]
+    twin = Trainer(prepare_run(config), Rank(), lambda line: None, lambda: False)
+    saved = checkpoints[0].masters()
+    assert all(torch.equal(saved[name], parameter) for name, parameter in twin.named)
+
+
+def test_stopped_run_goes_on_exactly(make_store: MakeStore, make_train_config: MakeConfig) -> None:
+    store = make_store()
+    whole, parts = make_train_config(store, steps=10), make_train_config(store, run="parts", steps=10)
+    run_here(whole)
+    run_here(parts, stop_after=3)
+    assert newest_checkpoint(parts.run).step == 3  # type: ignore[union-attr]
+    run_here(parts, stop_after=4)
+    run_here(parts)
+    assert curve(parts.run) == curve(whole.run)
+    assert equal(parts.run, whole.run)
+
+
+def test_epochs_end_the_run_after_every_sample_was_seen(make_store: MakeStore, make_train_config: MakeConfig) -> None:
+    config = make_train_config(make_store(), steps=None, epochs=2, holdout=0.0)
+    run_here(config)
+    assert sum(line["tokens"] for line in read_metrics(config.run)) == 2 * (23 + 31 + 9 + 40 + 17 + 28 + 12 + 36)
+
+
+def test_exported_checkpoint_keeps_nothing_frozen(make_store: MakeStore, make_train_config: MakeConfig) -> None:
+    config = make_train_config(make_store(tied=False), steps=2)
+    trainer = Trainer(prepare_run(config), Rank(), lambda line: None, lambda: False)
+    config.run.mkdir()
+    embed_tokens, lm_head = trainer.embed_tokens.clone(), trainer.lm_head.clone()
+    trainer.train()
+    assert torch.equal(trainer.embed_tokens, embed_tokens) and not trainer.embed_tokens.requires_grad
+    assert torch.equal(trainer.lm_head, lm_head) and not trainer.lm_head.requires_grad
+    checkpoint = newest_checkpoint(config.run)
+    assert checkpoint is not None
+    names = set(load_file(checkpoint.path / "model.safetensors"))
+    assert names == {name for name, _ in trainer.named} == set(checkpoint.masters())
+    exact = (checkpoint.masters()["fc.weight"].double() / trainer.channel_scale.double()).float().bfloat16()
+    assert torch.equal(load_file(checkpoint.path / "model.safetensors")["fc.weight"], exact)
+
+
+SCRIPT = """
+import json, sys
+from dflash_train.stage2_drafter.config import TrainConfig
+from dflash_train.stage2_drafter.train import train
+train(TrainConfig(**json.loads(sys.argv[1])), report=lambda line: print(line, flush=True))
+"""
+
+
+def start(config: TrainConfig) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", SCRIPT, json.dumps(config.to_json())]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_step(process: "subprocess.Popen[str]", step: int) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(f"step {step} of"):
+            return
+    raise AssertionError(f"the trainer ended before step {step}")
+
+
+def test_killed_trainer_goes_on_exactly_and_a_signal_stops_it_cleanly(
+    make_store: MakeStore, make_train_config: MakeConfig
+) -> None:
+    """SIGKILL in mid-run, then SIGTERM in mid-run, then to the end: one curve, that of the uninterrupted run."""
+    store = make_store()
+    options: dict[str, Any] = {"steps": 400, "save_every": 100, "evaluate_every": 100, "lr": 1e-3}
+    whole, parts = make_train_config(store, **options), make_train_config(store, run="parts", **options)
+    train(whole, report=lambda line: None)
+    killed = start(parts)
+    wait_for_step(killed, 120)
+    killed.kill()
+    killed.communicate()
+    newest = newest_checkpoint(parts.run)
+    assert newest is not None and 100 <= newest.step < 400
+    deadline = time.monotonic() + 20
+    while True:  # the rank dies with its parent, and its lock with it
+        try:
+            stopped = start(parts)
+            wait_for_step(stopped, newest.step + 50)
+            break
+        except AssertionError:
+            assert time.monotonic() < deadline
+    stopped.send_signal(signal.SIGTERM)
+    out, _ = stopped.communicate()
+    assert stopped.returncode == 0, out
+    last = newest_checkpoint(parts.run)
+    assert last is not None
+    assert out.splitlines()[-1] == f"stopped at step {last.step} of 400; run again to go on"
+    result = train(parts, report=lambda line: None)
+    assert (result.step, result.stopped) == (400, False)
+    assert curve(parts.run) == curve(whole.run)
+    assert equal(parts.run, whole.run)
+
+
+def test_dead_rank_ends_the_run_with_its_last_words(make_store: MakeStore, make_train_config: MakeConfig) -> None:
+    config = make_train_config(make_store(), devices="cpu:2", steps=5000, save_every=5000, evaluate_every=5000)
+
+    def kill_one(line: str) -> None:
+        if line.startswith("step 2 of"):
+            children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+            os.kill(int(children[-1]), signal.SIGKILL)
+
+    with pytest.raises(RankDied, match=r"Rank \d died, and the run with it"):
+        train(config, report=kill_one)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_changed_options_are_refused_by_name(make_store: MakeStore, make_train_config: MakeConfig) -> None:
+    store = make_store()
+    run_here(make_train_config(store, steps=1))
+    check_resume(prepare_run(make_train_config(store, steps=50, keep=9, log_every=7)))
+    changed = make_train_config(store, steps=1, lr=0.5, seed=8)
+    with pytest.raises(InputError, match=r"--lr is 0.5, the checkpoint has 0.003; --seed is 8, the checkpoint has 3"):
+        check_resume(prepare_run(changed))
+    with pytest.raises(InputError, match="block_size of the drafter is 2"):
+        check_resume(prepare_run(make_train_config(store, steps=1, block_size=2)))
+
+
+def test_store_that_grew_changes_nothing(make_store: MakeStore, make_train_config: MakeConfig) -> None:
+    config = make_train_config(make_store(), steps=2)
+    run_here(config)
+    segments = read_ledger(config.run)
+    run = prepare_run(config)
+    writer = SegmentWriter(config.store, run.reader.encoding, {})
+    sample = run.reader.read(0)
+    writer.append(77, 77, sample.token_ids, sample.loss_mask, sample.features, sample.scales)
+    writer.commit()
+    assert len(prepare_run(config).reader.samples) == 9
+    assert prepare_run(config, segments).reader.segment_ids == segments
+    lines: list[str] = []
+    result = train(make_train_config(config.store, steps=3), report=lines.append)
+    assert result.step == 3
+    assert any(line.startswith("1 segments came into the store after this run began") for line in lines)
+
+
+def test_finished_run_says_so(make_store: MakeStore, make_train_config: MakeConfig) -> None:
+    config = make_train_config(make_store(), steps=1)
+    run_here(config)
+    lines: list[str] = []
+    assert train(config, report=lines.append).step == 1
+    assert lines == ["the run is complete at step 1; give more --steps or --epochs to go on"]
+
+
+def test_bad_input_is_refused_before_a_process_starts(
+    make_store: MakeStore, make_train_config: MakeConfig, tmp_path: Path
+) -> None:
+    store = make_store()
+    with pytest.raises(InputError, match="longest sample has 40 tokens, --row-tokens is 32"):
+        train(make_train_config(store, row_tokens=32))
+    with pytest.raises(InputError, match="is not there"):
+        train(make_train_config(tmp_path / "nowhere"))
+    with pytest.raises(InputError, match="--mask-token 64 is no row of the embedding, which has 64 rows"):
+        train(make_train_config(store, mask_token=64))
+    with pytest.raises(InputError, match="(?s)tokenizer in .* cannot be loaded .*Give --mask-token"):
+        train(make_train_config(store, mask_token=None))
+    with pytest.raises(InputError, match="holds no sample yet"):
+        train(make_train_config(make_store("empty.zarr", lengths=())))
+    with pytest.raises(InputError, match="--gpus"):
+        train(make_train_config(store, devices="gpu9"))
+
+
+def test_drafter_for_other_layers_is_refused_naming_both(
+    make_store: MakeStore, make_train_config: MakeConfig, tmp_path: Path
+) -> None:
+    store = make_store()
+    values = prepare_run(make_train_config(store)).drafter_config.to_json()
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values))
+    assert prepare_run(make_train_config(store, drafter_config=path)).drafter_config.to_json() == values
+    values["dflash_config"]["target_layer_ids"] = [1, 4]
+    values["hidden_size"] = 4096
+    path.write_text(json.dumps(values))
+    with pytest.raises(
+        InputError,
+        match=r"target_layer_ids of the store is \[1, 3\] but the drafter config has \[1, 4\]; "
+        r"hidden_size of the store is 16 but the drafter config has 4096",
+    ):
+        prepare_run(make_train_config(store, drafter_config=path))
+    path.write_text("{")
+    with pytest.raises(InputError, match="--drafter-config .* cannot be read"):
+        prepare_run(make_train_config(store, drafter_config=path))
+
+
+def test_mask_token_is_the_tokenizers_own_or_its_first_unused_row(tiny_tokenizer_folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    assert resolve_mask_token(None, 512, tiny_tokenizer_folder) == 3
+    assert resolve_mask_token("<|im_end|>", 512, tiny_tokenizer_folder) == 2
+    assert resolve_mask_token("17", 512, tiny_tokenizer_folder) == 17
+    with pytest.raises(InputError, match="'<nothing>' is no token"):
+        resolve_mask_token("<nothing>", 512, tiny_tokenizer_folder)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_folder)
+    tokenizer.mask_token = None
+    tokenizer.save_pretrained(tmp_path)
+    size = len(tokenizer)
+    assert resolve_mask_token(None, size + 5, tmp_path) == size
+    with pytest.raises(InputError, match=f"uses all {size} rows of the embedding. Give --mask-token"):
+        resolve_mask_token(None, size, tmp_path)
