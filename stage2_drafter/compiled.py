@@ -83,7 +83,7 @@ def forbid_dense_flex() -> Callable[[], None]:
     key: Any = DispatchKey.CompositeExplicitAutograd
     saved: list[Any] = []
     for operator in operators:
-        if key not in getattr(operator, "py_kernels", {}) or not hasattr(operator, "_dispatch_cache"):
+        if key not in getattr(operator, "py_kernels", {}):
             raise RuntimeError(
                 f"torch {torch.__version__} keeps flex_attention's dense kernels elsewhere than 2.11 to 2.13 do, so "
                 "they cannot be locked; use one of those versions."
@@ -91,12 +91,12 @@ def forbid_dense_flex() -> Callable[[], None]:
         saved.append(operator.py_kernels[key])
     for operator in operators:
         operator.py_kernels[key] = refuse
-        operator._dispatch_cache.clear()  # may remember the dense kernel from an earlier eager call
+        getattr(operator, "_dispatch_cache", {}).clear()  # may remember the dense kernel from an earlier eager call
 
     def undo() -> None:
         for operator, kernel in zip(operators, saved, strict=True):
             operator.py_kernels[key] = kernel
-            operator._dispatch_cache.clear()
+            getattr(operator, "_dispatch_cache", {}).clear()
 
     return undo
 
