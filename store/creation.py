@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from dflash_train.store.arrays import array_contents, group_text
 from dflash_train.store.checksums import CHECKSUMS_NAME, format_checksums, sum_contents
 from dflash_train.store.encoding import Encoding, make_encoding
-from dflash_train.store.files import Data, Files, list_temporaries, write_directory
+from dflash_train.store.files import Data, Files, list_temporaries, write_directory, write_error
 from dflash_train.store.manifest import Manifest, StoreError, canonical_json, hash_calibration
 from dflash_train.store.segment import SEGMENTS, STAGING
 
@@ -93,9 +93,12 @@ def create_store(
 def store_lock(path: Path) -> Iterator[None]:
     """Hold the one lock of a store, existing or not; a second holder gets StoreError naming the first one's pid."""
     path = path.resolve()
-    Files().make_directories(path.parent)
     lock = path.with_name(path.name + ".lock")
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        Files().make_directories(path.parent)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise write_error(lock, 0, error) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -110,7 +110,7 @@ class SegmentWriter:
             return None
         with self._abandon_on_failure():
             if not self._rows:  # only quarantined samples: arrays of no rows
-                self._files.make_directory(self._staging)
+                self._make_staging()
                 for name in row_arrays(self.encoding):
                     self._files.make_directory(self._staging / name)
             self._finish()
@@ -171,12 +171,16 @@ class SegmentWriter:
     def _open(self) -> None:
         """Create the staging folder and one file for each array of rows."""
         files, staging = self._files, self._staging
-        files.make_directory(staging)
+        self._make_staging()
         for name, (columns, dtype) in row_arrays(self.encoding).items():
             path = staging / name / chunk_name(2 if columns else 1)
             for folder in reversed(path.relative_to(staging).parents[:-1]):
                 files.make_directory(staging / folder)
             self._rows[name] = _Rows(files, path, max(1, columns) * dtype.itemsize)
+
+    def _make_staging(self) -> None:
+        self._files.make_directories(self._staging.parent)  # a copied store may have lost its empty folder
+        self._files.make_directory(self._staging)
 
     def _finish(self) -> None:
         """Write what was missing until the rows were known, and fsync everything below the staging folder."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import zarr
 
-from dflash_train.store.creation import clean_staging, store_lock
+from dflash_train.store.creation import clean_staging, create_store, store_lock
 from dflash_train.store.files import Files, StoreError, format_bytes, write_directory
 from dflash_train.store.verify import verify_store
 
@@ -61,8 +61,6 @@ def test_missing_parents_are_made(bf16: Any, tmp_path: Path) -> None:
 
 def test_wrong_shapes_are_bugs(bf16: Any, with_: Any, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="calibration_hash"):
-        from dflash_train.store.creation import create_store
-
         create_store(tmp_path / "s.zarr", bf16.manifest, np.ones(24, np.float32), bf16.frozen())
     with pytest.raises(AssertionError, match="not tied"):
         create_store(tmp_path / "s.zarr", bf16.manifest, bf16.channel_scale, with_(tied=False).frozen())
@@ -119,3 +117,9 @@ def test_sizes_have_a_unit() -> None:
         "3.0 GiB",
     ]
     assert format_bytes(5000 * 2**40) == "5000.0 TiB"
+
+
+def test_lock_that_cannot_be_made_says_where(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match=r"Writing .*s\.zarr\.lock failed"), store_lock(tmp_path / "file" / "s.zarr"):
+        pass

@@ -160,3 +160,9 @@ def test_array_of_zeros_has_its_chunk() -> None:
     contents = array_contents("x", np.zeros((3, 2), np.int64))
     assert contents["x/c/0/0"] == bytes(48)
     assert list(array_contents("x", np.zeros((0, 6), np.int64))) == ["x/zarr.json"]
+
+
+def test_copied_store_without_its_empty_folder_takes_segments(bf16: Any, tmp_path: Path) -> None:
+    path = bf16.create(tmp_path / "s.zarr")
+    (path / ".staging").rmdir()
+    assert bf16.add_segment(path, [0]) is not None and verify_store(path).problems == []

@@ -12,7 +12,7 @@ from dflash_train.store.checksums import CHECKSUMS_NAME, format_checksums, read_
 from dflash_train.store.manifest import StoreError
 from dflash_train.store.opened import Segment
 from dflash_train.store.reader import StoreReader
-from dflash_train.store.verify import verify_store, walk
+from dflash_train.store.verify import format_verification, verify_store, walk
 
 
 def test_sound_store_is_clean_and_counted(maker: Any, tmp_path: Path) -> None:
@@ -65,7 +65,10 @@ def test_damaged_rows_name_the_sample(maker: Any, tmp_path: Path) -> None:
         data = bytearray(file.read_bytes())
         data[row * segment.arrays[array].row_bytes] ^= 1
         file.write_bytes(data)
-        problems = verify_store(tmp_path / "copy").problems
+        report = verify_store(tmp_path / "copy")
+        problems = report.problems
+        assert f"segment {name}, sample {1005:016x}: Its rows have crc32c" in format_verification(report)
+        assert "KiB read: 2 problems" in format_verification(report)
         assert [(problem.segment, problem.sample) for problem in problems] == [(name, None), (name, f"{1005:016x}")]
         shutil.rmtree(tmp_path / "copy")
 
@@ -108,6 +111,7 @@ def test_leftovers_are_told_but_no_problem(maker: Any, tmp_path: Path) -> None:
     (tmp_path / ".tmp-s.zarr-0123").mkdir()
     report = verify_store(path)
     assert report.problems == []
+    assert "left over by a dead run, removed by the next extract" in format_verification(report)
     assert report.leftovers == [str(path / ".staging" / "dead"), str(tmp_path / ".tmp-s.zarr-0123")]
 
 
