@@ -146,7 +146,7 @@ class ExtractResult:
     """How an extract ended."""
 
     outcome: str
-    """finished, stopped, nothing to do, or dry run."""
+    """finished, stopped (by a signal), failed (no worker was left), nothing to do, or dry run."""
     forecast: Forecast
     num_samples: int
     """Samples of the data."""
@@ -183,10 +183,10 @@ def extract(config: ExtractConfig, report: Report | None = None) -> ExtractResul
     dies does not raise but stands in the result's `failures`.
     """
     report = report or (lambda _event: None)
-    devices = parse_devices(config.devices)
     if config.dry_run:
         prepared = _prepare(config, report)
         return ExtractResult(outcome="dry run", forecast=prepared.forecast, num_samples=len(prepared.table))
+    devices = parse_devices(config.devices)
     with store_lock(config.store):
         prepared = _prepare(config, report)
         result = ExtractResult(
@@ -220,8 +220,8 @@ def extract(config: ExtractConfig, report: Report | None = None) -> ExtractResul
             run = _Run(prepared, group, report, stop)
             run.run()
         done = _stored_indices(prepared.table, _open_if_there(config.store))
-        result.outcome = "stopped" if stop.is_set() else "finished"
         result.num_stored = int(done.sum())
+        result.outcome = "finished" if done.all() else "stopped" if stop.is_set() else "failed"
         result.num_new_samples, result.num_new_tokens = run.num_new_samples, run.num_new_tokens
         result.seconds = time.monotonic() - started
         result.failures = run.failures
@@ -325,8 +325,16 @@ def _segment_attributes(prepared: _Prepared) -> dict[str, Any]:
             "seed": config.seed,
             "chat_template_arguments": config.data.chat_template_arguments,
         },
-        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "packages": {name: _version(name) for name in PACKAGES},
     }
+
+
+def _version(package: str) -> str | None:
+    """Version of an installed distribution; None where the package is used from a folder."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 @contextmanager

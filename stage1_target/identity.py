@@ -25,7 +25,15 @@ if TYPE_CHECKING:
     from dflash_train.store.creation import FrozenTarget
 
 NUM_FINGERPRINT_ROWS = 64
-VOLATILE_CONFIG_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+VOLATILE_CONFIG_KEYS = (
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "quantization_config",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
 """Config entries that say how a model was saved or loaded, not what it is."""
 
 
@@ -53,8 +61,11 @@ def _seeded_row(shape: torch.Size, position: int) -> int:
 
 
 def config_hash(model_config: Any) -> str:
-    """Hash of what a transformers config says about the model; defaults left out, so a new version may add some."""
-    entries = json.loads(model_config.to_json_string(use_diff=True))
+    """Hash of what a config says about the language model; defaults left out, so a new transformers may add some.
+
+    Only the text part counts: transformers loads some multimodal checkpoints as their text model alone.
+    """
+    entries = json.loads(text_config(model_config).to_json_string(use_diff=True))
     return hash_json(_without_volatile(entries))
 
 

@@ -51,6 +51,43 @@ def test_tapped_states_equal_hidden_states_of_unpadded_forwards(tiny_target: Cal
         torch.testing.assert_close(row[: len(sample)], wanted, rtol=0, atol=20 * ROUNDING * float(wanted.abs().max()))
 
 
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5"])
+def test_the_text_part_of_a_multimodal_target_is_tapped(kind: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    import transformers
+
+    text = make_text_config(kind, len(tiny_tokenizer))
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14, "depth": 2, "num_heads": 2, "out_hidden_size": 32}
+    config = transformers.CONFIG_MAPPING[kind](text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    target = load(tmp_path, (0, 2))
+    padded, samples = ragged_rows(target.vocab_size)
+    states = target.hidden_states(padded)
+    for row, sample in zip(states, samples, strict=True):
+        with torch.no_grad():
+            all_states = target.model(input_ids=sample[None], output_hidden_states=True).hidden_states
+        wanted = torch.cat([all_states[i + 1][0] for i in (0, 2)], dim=-1)
+        torch.testing.assert_close(row[: len(sample)], wanted, rtol=0, atol=20 * ROUNDING * float(wanted.abs().max()))
+    assert config_hash(target.model_config) == config_hash(load_model_config(target.config))
+
+
+def make_text_config(kind: str, vocab_size: int) -> dict[str, Any]:
+    text: dict[str, Any] = {"vocab_size": vocab_size, "hidden_size": 32, "num_hidden_layers": 4}
+    text |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "head_dim": 8,
+        "pad_token_id": 0,
+    }
+    if kind == "qwen3_5":
+        text |= {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2}
+        text |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    return text
+
+
 def test_layers_above_the_last_tap_never_run(tiny_target: Callable[..., Path]) -> None:
     target = load(tiny_target("llama"), (0, 2))
     calls: list[int] = []
