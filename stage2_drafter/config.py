@@ -21,6 +21,7 @@ PAPER_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}  # DFlash, section 4.2: gamma by block 
 HARMLESS_FIELDS = frozenset(
     ("store", "run", "devices", "steps", "epochs", "save_every", "keep", "evaluate_every", "evaluate_rows")
     + ("log_every", "read_ahead", "bad_step_limit")
+    + ("num_layers", "block_size", "drafter_config", "mask_token")  # compared as the drafter that they make
 )
 
 

@@ -31,6 +31,7 @@ from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.preparation import PreparedRun, check_resume, prepare_run
 from dflash_train.stage2_drafter.rank import RANK_FUNCTION, run_rank
 from dflash_train.stage2_drafter.run_folder import check_disk_space, read_ledger, run_lock
+from dflash_train.store.opened import list_segments
 
 Report = Callable[[str], None]
 _POLL_SECONDS = 0.2
@@ -127,14 +128,20 @@ def _follow(config: TrainConfig, devices: list[Device], report: Report) -> bool:
 
 
 def _check_end(process: Process, group: ProcessGroup) -> None:
-    """Raise RankDied, which stops the other ranks, where a rank ended with a failure."""
+    """Raise what ended the run, which stops the other ranks, where a rank ended with a failure.
+
+    A rank that lost its peer fails too, sometimes first: bad input, then a kill, is the cause where there is one.
+    """
     if process.popen.poll() == 0:
         return
-    for other, message in group.wait(0.5):  # a rank that lost its peer fails too; what it says first is not the cause
-        if message is not None and message[0] == "input_error":
+    dead = [process]
+    for other, message in group.wait(1.0):
+        if message is None:
+            dead.append(other)
+        elif message[0] == "input_error":
             raise InputError(message[1])
-        del other
-    raise RankDied(f"Rank {process.index} died, and the run with it: {process.describe_end()}. Run again to go on.")
+    cause = next((one for one in dead if (one.popen.poll() or 0) < 0), process)
+    raise RankDied(f"Rank {cause.index} died, and the run with it: {cause.describe_end()}. Run again to go on.")
 
 
 @contextmanager
@@ -183,8 +190,8 @@ def _describe(run: PreparedRun, checkpoint: Checkpoint | None, devices: list[Dev
         f"{config.row_tokens} tokens with {config.anchors} anchors; {run.total_steps} steps of {config.rows_per_step} "
         f"rows on {', '.join(device.label for device in devices)}; mask token {run.drafter_config.mask_token_id}"
     )
-    newer = len(type(reader)(reader.path).segment_ids) - len(reader.segment_ids)
-    if newer:
+    newer = len(list_segments(reader.path)) - len(reader.segment_ids)
+    if newer > 0:
         report(f"{newer} segments came into the store after this run began; it goes on with those it began with")
     if devices[0].torch_device == "cpu":
         report("on the CPU attention is dense, in fp32: for tests and small runs")

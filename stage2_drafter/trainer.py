@@ -327,14 +327,17 @@ class Trainer:
 
 
 def _distribute(compiled: CompiledDrafter, rank: Rank) -> torch.nn.parallel.DistributedDataParallel:
-    """Data parallelism with bf16 reduction on CUDA; gradients live in the buckets, which saves 4 bytes a parameter."""
+    """Data parallelism with bf16 reduction on CUDA; gradients live in the buckets, which saves 4 bytes a parameter.
+
+    The module has no buffers, so none are broadcast (asserted: the keyword that forbids it changed its name in 2.13).
+    """
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
+    assert not list(compiled.buffers())
     torch._dynamo.config.optimize_ddp = False  # per thread since torch 2.12, and this is the thread that compiles
     model = torch.nn.parallel.DistributedDataParallel(
         compiled,
         device_ids=[rank.device.index or 0] if rank.device.type == "cuda" else None,
-        broadcast_buffers=False,
         gradient_as_bucket_view=True,
     )
     if rank.device.type == "cuda":

@@ -113,16 +113,16 @@ def make_row() -> Callable[..., PackedRow]:
     return make
 
 
-TINY_TARGET = dict(
-    vocab_size=64,
-    hidden_size=16,
-    intermediate_size=32,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    rope_theta=10000.0,
-    rms_norm_eps=1e-6,
-)
+TINY_TARGET: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+}
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def make_store(tmp_path: Path) -> Callable[..., Path]:
         segment_samples: int = 5,
         unsupervised: Sequence[int] = (),
         tied: bool = True,
-        files: dict[str, bytes] | None = None,
+        head_dim: int = 8,
     ) -> Path:
         path = tmp_path / name
         vocab_size, hidden_size, layer_ids = 64, 16, (1, 3)
@@ -166,9 +166,8 @@ def make_store(tmp_path: Path) -> Callable[..., Path]:
             rank=None,
             calibration_hash=hash_calibration(channel_scale),
         )
-        frozen = FrozenTarget(
-            embed_tokens=table, lm_head=head, dtype_view=None, config=dict(TINY_TARGET), files=files or {}
-        )
+        config = TINY_TARGET | {"head_dim": head_dim}
+        frozen = FrozenTarget(embed_tokens=table, lm_head=head, dtype_view=None, config=config)
         create_store(path, manifest, channel_scale, frozen)
         mixing = rng.standard_normal((hidden_size, encoding.num_features)).astype(np.float32)
         writer = SegmentWriter(path, encoding, {"source": "made up"})
@@ -200,22 +199,22 @@ def make_train_config(tmp_path: Path) -> Callable[..., TrainConfig]:
     """Options of a run of seconds over `make_store`."""
 
     def make(store: Path, run: str = "run", **options: Any) -> TrainConfig:
-        values: dict[str, Any] = dict(
-            devices="cpu",
-            num_layers=2,
-            block_size=4,
-            mask_token=63,
-            row_tokens=64,
-            anchors=12,
-            rows_per_step=2,
-            steps=6,
-            lr=3e-3,
-            holdout=0.2,
-            evaluate_every=3,
-            save_every=4,
-            log_every=1,
-            seed=3,
-        )
+        values: dict[str, Any] = {
+            "devices": "cpu",
+            "num_layers": 2,
+            "block_size": 4,
+            "mask_token": 63,
+            "row_tokens": 64,
+            "anchors": 12,
+            "rows_per_step": 2,
+            "steps": 6,
+            "lr": 3e-3,
+            "holdout": 0.2,
+            "evaluate_every": 3,
+            "save_every": 4,
+            "log_every": 1,
+            "seed": 3,
+        }
         return TrainConfig(store=store, run=tmp_path / run, **(values | options))
 
     return make

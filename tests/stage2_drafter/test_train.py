@@ -125,8 +125,10 @@ def test_loss_does_not_depend_on_the_number_of_processes(make_store: MakeStore, 
         make_train_config(store, run=f"run{world}", devices=f"cpu:{world}", rows_per_step=4, steps=3, save_every=99)
         for world in (1, 2, 3)
     ]
-    for config in configs:
-        train(config, report=lambda line: None)
+    run_here(configs[0])
+    for config in configs[1:]:
+        result = train(config, report=lambda line: None)
+        assert (result.step, result.stopped) == (3, False)
     alone, *others = [curve(config.run) for config in configs]
     assert any(line["slots"] < 40 for line in alone)
     for other in others:
@@ -214,7 +216,8 @@ def test_exported_checkpoint_keeps_nothing_frozen(make_store: MakeStore, make_tr
 
 
 SCRIPT = """
-import json, sys
+import json, os, sys
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one thread, as in the tests' own process
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.train import train
 train(TrainConfig(**json.loads(sys.argv[1])), report=lambda line: print(line, flush=True))
@@ -241,7 +244,7 @@ def test_killed_trainer_goes_on_exactly_and_a_signal_stops_it_cleanly(
     store = make_store()
     options: dict[str, Any] = {"steps": 400, "save_every": 100, "evaluate_every": 100, "lr": 1e-3}
     whole, parts = make_train_config(store, **options), make_train_config(store, run="parts", **options)
-    train(whole, report=lambda line: None)
+    run_here(whole)
     killed = start(parts)
     wait_for_step(killed, 120)
     killed.kill()
@@ -262,8 +265,7 @@ def test_killed_trainer_goes_on_exactly_and_a_signal_stops_it_cleanly(
     last = newest_checkpoint(parts.run)
     assert last is not None
     assert out.splitlines()[-1] == f"stopped at step {last.step} of 400; run again to go on"
-    result = train(parts, report=lambda line: None)
-    assert (result.step, result.stopped) == (400, False)
+    run_here(parts)
     assert curve(parts.run) == curve(whole.run)
     assert equal(parts.run, whole.run)
 
@@ -278,6 +280,22 @@ def test_dead_rank_ends_the_run_with_its_last_words(make_store: MakeStore, make_
 
     with pytest.raises(RankDied, match=r"Rank \d died, and the run with it"):
         train(config, report=kill_one)
+
+
+def test_torchrun_gives_the_ranks(make_store: MakeStore, make_train_config: MakeConfig, tmp_path: Path) -> None:
+    store = make_store()
+    config, alone = make_train_config(store, steps=2), make_train_config(store, run="alone", steps=2)
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, str(script), json.dumps(config.to_json())], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step 2 of 2") == 1
+    run_here(alone)
+    for one, two in zip(curve(alone.run), curve(config.run), strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

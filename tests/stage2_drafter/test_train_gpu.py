@@ -1,0 +1,49 @@
+"""The trainer on CUDA: compiled once, bf16, resumed, and over two GPUs where there are two. About a minute on an H200."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_train.stage2_drafter.checkpoint import newest_checkpoint
+from dflash_train.stage2_drafter.config import TrainConfig
+from dflash_train.stage2_drafter.drafter import load_drafter
+from dflash_train.stage2_drafter.run_folder import read_metrics
+from dflash_train.stage2_drafter.train import train
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+GPU_OPTIONS = {"row_tokens": 128, "anchors": 32, "rows_per_step": 4, "save_every": 20, "evaluate_every": 20, "lr": 1e-2}
+
+
+@pytest.fixture
+def wide_store(make_store: Callable[..., Path]) -> Path:
+    """Heads of 16, the least that flex_attention's kernels take."""
+    return make_store(lengths=(23, 31, 9, 40, 17, 28, 12, 36) * 3, head_dim=16)
+
+
+def test_trains_compiled_once_and_goes_on(wide_store: Path, make_train_config: Callable[..., TrainConfig]) -> None:
+    lines: list[str] = []
+    half = make_train_config(wide_store, devices="0", steps=40, schedule="constant", **GPU_OPTIONS)
+    train(half, report=lines.append)
+    assert any(line.startswith("compiled 3 graphs in") and line.endswith("0 recompilations") for line in lines), lines
+    config = make_train_config(wide_store, devices="0", steps=80, schedule="constant", **GPU_OPTIONS)
+    train(config, report=lines.append)
+    steps = read_metrics(config.run)
+    assert [line["step"] for line in steps] == list(range(1, 81))
+    assert steps[-1]["loss"] < 0.7 * steps[0]["loss"]
+    checkpoint = newest_checkpoint(config.run)
+    assert checkpoint is not None
+    load_drafter(checkpoint.path)
+    assert {tensor.dtype for tensor in checkpoint.masters().values()} == {torch.float32}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_follow_the_curve_of_one(wide_store: Path, make_train_config: Callable[..., TrainConfig]) -> None:
+    curves = []
+    for devices in ("0", "0-1"):
+        config = make_train_config(wide_store, run=f"run-{devices}", devices=devices, steps=20, **GPU_OPTIONS)
+        train(config, report=print)
+        curves.append([line["loss"] for line in read_metrics(config.run)])
+    assert curves[1] == pytest.approx(curves[0], rel=3e-2)  # bf16 reduction
