@@ -1,10 +1,11 @@
 """Does speculative output equal plain greedy output, and if not, is it rounding?
 
 Verification computes the same logits as one-token decoding in another order of summation. In bf16 that moves them by
-about their last bit, so where the two best tokens are that close, the argmax may flip; from there on the texts differ
-and mean nothing. So only the first difference of a prompt is judged, against a measurement: the target computes the
-logits at that position twice, by one long forward and by its cache, and the gap between the two tokens is held against
-how far those two disagree.
+about their last bit, or by much more where it flips a mixture's choice of an expert; if the two best tokens are that
+close, the argmax flips, and from there on the texts differ and mean nothing. So only the first difference of a prompt
+is judged, and by measurement: the target reads the text up to there without any cache, once as it is and eight times
+with every layer's output disturbed by its last bit. The gap between the two tokens is held against how far the
+disturbed logits stray. No code of speculative decoding takes part in the judgement.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from dflash_train.speculate.target_cache import TargetCache
 from dflash_train.stage1_target.target import Target
+
+NUM_DISTURBED = 8
+FLOAT32_BITS = 8.0  # fp32 sums leave several last bits of error, where bf16 products are rounded once
 
 
 @dataclass(frozen=True)
@@ -30,11 +35,11 @@ class Difference:
     speculative_token: int | None
     """What speculative decoding gave; None where it had ended."""
     gap: float
-    """Logit of the plain token less that of the speculative one, by the target's cache; infinite where one is None."""
+    """Logit of the plain token less that of the speculative one; infinite where one is None."""
     top2_gap: float
     """Best logit less the second best there."""
     rounding: float
-    """How much of a gap rounding explains: twice the larger of the measured disagreement and one bit of the best logit."""
+    """How much of a gap rounding explains: twice how far disturbed logits stray, at least two last bits of the best."""
     within_rounding: bool
     """Whether gap is at most rounding: a tie that flipped, not an error."""
 
@@ -53,19 +58,14 @@ def first_difference(
     position = next((i for i in range(shorter) if plain[i] != speculative[i]), shorter)
     read = torch.tensor([[*prompt_ids, *plain[:position]]], dtype=torch.long, device=target.device)
     with torch.inference_mode():
-        whole = TargetCache(target.model).run(read)[0, -1].float()
-        cached = whole
-        if position:
-            cache = TargetCache(target.model)
-            cache.run(read[:, : len(prompt_ids)])
-            for index in range(len(prompt_ids), read.shape[1]):
-                cached = cache.run(read[:, index : index + 1])[0, -1].float()
-        best = cached.topk(2).values
+        logits = TargetCache(target.model).run(read)[0, -1].float()
+        best = logits.topk(2).values
         last_bit = torch.finfo(target.dtype).eps * float(best[0].abs())
-        rounding = 2 * max(float((whole - cached).abs().max()), last_bit)
+        stray = max(float((disturbed - logits).abs().max()) for disturbed in _disturbed_logits(target, read))
+        rounding = 2 * max(stray, last_bit)
         gap = float("inf")
         if position < shorter:
-            gap = float(cached[plain[position]] - cached[speculative[position]])
+            gap = float(logits[plain[position]] - logits[speculative[position]])
     return Difference(
         position=position,
         plain_token=plain[position] if position < len(plain) else None,
@@ -75,3 +75,22 @@ def first_difference(
         rounding=rounding,
         within_rounding=gap <= rounding,
     )
+
+
+def _disturbed_logits(target: Target, token_ids: Tensor) -> list[Tensor]:
+    """Logits fp32 [V] after token_ids [1, T], several times, each layer's output disturbed by seeded noise."""
+    generator = torch.Generator(target.device).manual_seed(0)
+    size = torch.finfo(target.dtype).eps * (FLOAT32_BITS if target.dtype == torch.float32 else 1.0)
+
+    def disturb(module: nn.Module, inputs: Any, output: Any) -> Any:
+        states = output[0] if isinstance(output, tuple) else output
+        noise = torch.rand(states.shape, generator=generator, device=states.device) * 2 - 1
+        states = (states * (1 + size * noise)).to(states.dtype)
+        return (states, *output[1:]) if isinstance(output, tuple) else states
+
+    handles = [layer.register_forward_hook(disturb) for layer in target.layers]
+    try:
+        return [TargetCache(target.model).run(token_ids)[0, -1].float() for _ in range(NUM_DISTURBED)]
+    finally:
+        for handle in handles:
+            handle.remove()
