@@ -64,7 +64,6 @@ def run_rank(
         if world > 1:
             backend = "nccl" if device.type == "cuda" else "gloo"
             torch.distributed.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world)
-            stack.callback(torch.distributed.destroy_process_group)
         agreed: dict[str, Any] = {}
         if rank == 0:
             prune_checkpoints(config.run, config.keep)
@@ -91,6 +90,8 @@ def run_rank(
         stopped = trainer.train()
         if world > 1:
             torch.distributed.barrier()  # nobody leaves the group while rank 0 still saves
+            # Only after success: with a peer gone it may hang, and the process ends anyway.
+            torch.distributed.destroy_process_group()
         return stopped
 
 
