@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,12 @@ import torch
 from dflash_train.stage1_target.target import TargetConfig, text_config
 from dflash_train.stage1_target.tokenization import hash_chat_template, hash_tokenizer
 from dflash_train.store.encoding import Encoding, to_stored
-from dflash_train.store.manifest import Manifest, hash_json
+from dflash_train.store.manifest import Manifest, StoreError, hash_json
 
 if TYPE_CHECKING:
     from dflash_train.stage1_target.target import Target
     from dflash_train.store.creation import FrozenTarget
+    from dflash_train.store.reader import StoreReader
 
 NUM_FINGERPRINT_ROWS = 64
 VOLATILE_CONFIG_KEYS = (
@@ -141,3 +143,18 @@ def frozen_target(target: Target) -> FrozenTarget:
         config=json.loads(target.model_config.to_json_string(use_diff=False)),
         files=files,
     )
+
+
+def check_target(reader: StoreReader, target: Target, encoding: Encoding) -> None:
+    """Raise StoreError naming every field in which the store was made from something else."""
+    wanted = build_manifest(target, encoding, reader.manifest.calibration_hash)
+    refuse_differences(reader.path, reader.manifest.differences(wanted))
+
+
+def refuse_differences(path: Path, differences: Sequence[str]) -> None:
+    """Raise StoreError if there are any."""
+    if differences:
+        raise StoreError(
+            f"The store {path} was made from something else: {'; '.join(differences)}. "
+            "Give the same target, data settings and encoding, or another --store."
+        )

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from dflash_train.stage1_target.identity import check_target
 from dflash_train.stage1_target.target import TargetConfig, load_target
-from dflash_train.stage1_target.worker import check_target
 from dflash_train.store.manifest import StoreError, format_id
 from dflash_train.store.reader import StoreReader
 

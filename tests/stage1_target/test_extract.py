@@ -19,13 +19,14 @@ import zarr
 from dflash_train.errors import InputError
 from dflash_train.launch import ProcessGroup, start_processes
 from dflash_train.stage1_target import extract as extract_module
-from dflash_train.stage1_target import messages, worker
+from dflash_train.stage1_target import messages, preparation, worker, writer
 from dflash_train.stage1_target.extract import Event, ExtractConfig, Note, Progress, extract
 from dflash_train.stage1_target.forecast import Forecast
+from dflash_train.stage1_target.forward import EncodedBatch, Forwarder
 from dflash_train.stage1_target.recompute import recompute_samples
 from dflash_train.stage1_target.samples import DataConfig, SampleTable
 from dflash_train.stage1_target.target import Target, TargetConfig, load_target
-from dflash_train.stage1_target.worker import EncodedBatch, Forwarder, StoreWriter
+from dflash_train.stage1_target.writer import StoreWriter
 from dflash_train.store.encoding import make_encoding
 from dflash_train.store.files import Files
 from dflash_train.store.manifest import StoreError, format_id
@@ -319,7 +320,7 @@ def opened(
     config: ExtractConfig, target: Target, tmp_path: Path
 ) -> Iterator[tuple[ExtractConfig, SampleTable, Forwarder]]:
     """A new store, its samples and a forwarder."""
-    prepared = extract_module._prepare(config, lambda _event: None)
+    prepared = preparation.prepare(config, lambda _event: None)
     encoding = make_encoding("bf16", 2, 32)
     worker._create(prepared.config, target, encoding, prepared.table)
     forwarder = Forwarder(target, encoding, StoreReader(config.store).channel_scale, prepared.table)
@@ -330,12 +331,12 @@ def write(
     config: ExtractConfig, table: SampleTable, items: list[Any], seconds: float = 0.0
 ) -> tuple[list[messages.Committed], StoreReader]:
     committed: list[messages.Committed] = []
-    writer = StoreWriter(config, make_encoding("bf16", 2, 32), table, {}, committed.append)
+    store_writer = StoreWriter(config, make_encoding("bf16", 2, 32), table, {}, committed.append)
     for item in items:
-        writer.put(item)
+        store_writer.put(item)
     time.sleep(seconds)
     count = len(committed)
-    writer.close()
+    store_writer.close()
     if seconds:
         assert count
     return committed, StoreReader(config.store)
@@ -363,7 +364,7 @@ def test_states_that_are_not_finite_put_the_sample_into_quarantine(
     reason = f"hidden state of layer 2 is not finite at token 7 of {length}"
     assert reader.quarantined() == [{"id": format_id(int(table.ids[1])), "row": None, "reason": reason}]
     assert [message.indices for message in committed] == [(0, 1, 2)]
-    done = extract_module._stored_indices(table, reader)
+    done = preparation.stored_indices(table, reader)
     assert np.flatnonzero(done).tolist() == [0, 1, 2], "a resume does not try it again"
 
 
@@ -420,7 +421,7 @@ def test_a_segment_is_committed_when_it_is_full_or_old(
     batches = [part for index in range(6) for part in forwarder.run([index])]
     full, _ = write(replace(config, segment_bytes=1), table, batches[:3])
     assert [message.indices for message in full] == [(0,), (1,), (2,)]
-    monkeypatch.setattr(worker, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(writer, "POLL_SECONDS", 0.02)
     old, _ = write(replace(config, segment_seconds=0.05), table, batches[3:], seconds=0.4)
     assert sorted(index for message in old for index in message.indices) == [3, 4, 5]
 
@@ -433,7 +434,7 @@ def test_encoded_batches_leave_out_the_padding(opened: tuple[ExtractConfig, Samp
 
 
 def test_calibration_of_another_store_is_taken_over(config: ExtractConfig, target: Target, full_store: Path) -> None:
-    prepared = extract_module._prepare(replace(config, calibration_from=full_store), lambda _event: None)
+    prepared = preparation.prepare(replace(config, calibration_from=full_store), lambda _event: None)
     worker._create(prepared.config, target, make_encoding("int8", 2, 32), prepared.table)
     ours, other = StoreReader(config.store), StoreReader(full_store)
     assert ours.manifest.calibration_hash == other.manifest.calibration_hash

@@ -1,0 +1,143 @@
+"""All that an extract knows before a worker starts: samples, what is stored already, batches, and the forecast."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash_train.launch import user_cache_folder
+from dflash_train.stage1_target.events import Note, Report, Tokenising
+from dflash_train.stage1_target.extract_config import ExtractConfig
+from dflash_train.stage1_target.forecast import Forecast, make_forecast
+from dflash_train.stage1_target.identity import known_without_weights, refuse_differences
+from dflash_train.stage1_target.samples import SampleTable, prepare_samples
+from dflash_train.stage1_target.schedule import Batch, padding_share, plan_batches
+from dflash_train.stage1_target.target import (
+    check_target_layer_ids,
+    default_target_layer_ids,
+    load_model_config,
+    load_tokenizer,
+    text_config,
+)
+from dflash_train.store.encoding import make_encoding
+from dflash_train.store.manifest import format_id, hash_calibration
+from dflash_train.store.reader import StoreReader
+
+logger = logging.getLogger(__name__)
+
+PACKAGES = ("dflash-train", "torch", "transformers", "tokenizers", "datasets")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that is known before a worker starts."""
+
+    config: ExtractConfig
+    table: SampleTable
+    pending: NDArray[np.int64]
+    batches: list[Batch]
+    new_entries: list[dict[str, Any]]
+    store_exists: bool
+    forecast: Forecast
+
+
+def prepare(config: ExtractConfig, report: Report) -> Prepared:
+    """Tokenise, compare with an existing store as far as that goes without weights, and forecast."""
+    model_config = load_model_config(config.target)
+    text = text_config(model_config)
+    num_target_layers = int(text.num_hidden_layers)
+    layer_ids = (
+        default_target_layer_ids(num_target_layers, config.num_taps)
+        if config.target_layer_ids is None
+        else check_target_layer_ids(config.target_layer_ids, num_target_layers)
+    )
+    data = config.data
+    num_positions = getattr(text, "max_position_embeddings", None)
+    if num_positions and data.max_tokens > num_positions:
+        report(
+            Note(f"max_tokens is lowered from {data.max_tokens:,} to {num_positions:,}, the positions of the target")
+        )
+        data = replace(data, max_tokens=int(num_positions))
+    config = replace(config, data=data, target_layer_ids=layer_ids)
+    tokenizer = load_tokenizer(config.target)
+    reader = open_if_there(config.store)
+    if reader is not None:
+        encoding = make_encoding(config.encoding, len(layer_ids), int(text.hidden_size))
+        known = known_without_weights(config.target, model_config, tokenizer, layer_ids, encoding)
+        if config.calibration_from is not None:
+            known["calibration_hash"] = hash_calibration(
+                StoreReader(config.calibration_from, segments=()).channel_scale
+            )
+        refuse_differences(config.store, reader.manifest.differences(replace(reader.manifest, **known)))
+    cache = config.sample_cache or user_cache_folder() / "samples"
+    table = prepare_samples(data, tokenizer, cache, lambda done, rows: report(Tokenising(done, rows)))
+    pending = np.flatnonzero(~stored_indices(table, reader))
+    batches = plan_batches(table.lengths, pending, config.batch_tokens, config.seed)
+    forecast = make_forecast(
+        table,
+        pending,
+        padding_share(batches),
+        encoding=config.encoding,
+        num_layers=len(layer_ids),
+        text_config=text,
+        store=config.store,
+    )
+    report(forecast)
+    for line in forecast.lines():
+        logger.info("%s", line)
+    forecast.refuse_if_too_large()
+    known_entries = {_entry_key(entry) for entry in (reader.quarantined() if reader is not None else [])}
+    data_name = f"{data.source} ({data.split})"
+    entries = [{**entry, "data": data_name} for entry in table.quarantined]
+    new_entries = [entry for entry in entries if _entry_key(entry) not in known_entries]
+    return Prepared(config, table, pending, batches, new_entries, reader is not None, forecast)
+
+
+def _entry_key(entry: dict[str, Any]) -> tuple[Any, ...]:
+    return entry.get("data"), entry.get("row"), entry.get("id"), entry.get("reason")
+
+
+def open_if_there(store: Path) -> StoreReader | None:
+    """The store, if there is one; StoreError if something else is there."""
+    return StoreReader(store) if store.exists() else None
+
+
+def stored_indices(table: SampleTable, reader: StoreReader | None) -> NDArray[np.bool_]:
+    """Which samples of the table need no work: stored, or quarantined with their id."""
+    if reader is None:
+        return np.zeros(len(table), dtype=bool)
+    quarantined = {entry["id"] for entry in reader.quarantined() if entry.get("id")}
+    stored = reader.stored_ids()
+    return np.array(
+        [identity in stored or format_id(identity) in quarantined for identity in map(int, table.ids)], bool
+    )
+
+
+def segment_attributes(prepared: Prepared) -> dict[str, Any]:
+    """What a segment records about its making."""
+    config = prepared.config
+    return {
+        "data": prepared.table.source,
+        "settings": {
+            "target": config.target.name,
+            "max_tokens": config.data.max_tokens,
+            "batch_tokens": config.batch_tokens,
+            "seed": config.seed,
+            "chat_template_arguments": config.data.chat_template_arguments,
+        },
+        "packages": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _version(package: str) -> str | None:
+    """Version of an installed distribution; None where the package is used from a folder."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

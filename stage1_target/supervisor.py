@@ -1,0 +1,171 @@
+"""The parent's loop: who is ready, who creates the store, what is committed, and who has died."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from dflash_train.errors import InputError
+from dflash_train.launch import Process, ProcessGroup
+from dflash_train.stage1_target import messages
+from dflash_train.stage1_target.dealer import Dealer
+from dflash_train.stage1_target.events import Note, Progress, Report
+from dflash_train.stage1_target.preparation import Prepared, open_if_there, stored_indices
+
+logger = logging.getLogger(__name__)
+
+REPORT_SECONDS = 30.0
+
+
+class Supervisor:
+    """The parent's loop over messages of its workers."""
+
+    def __init__(self, prepared: Prepared, group: ProcessGroup, report: Report, stop: threading.Event) -> None:
+        self.failures: list[str] = []
+        self.num_new_samples = self.num_new_tokens = 0
+        self._prepared = prepared
+        self._group = group
+        self._report = report
+        self._stop = stop
+        self._dealer = Dealer(prepared.batches)
+        self._batch_indices: dict[int, tuple[int, ...]] = {}
+        self._ready: list[Process] = []
+        self._loaded: list[Process] = []
+        self._creator: Process | None = None
+        self._store_exists = prepared.store_exists
+        self._entries = prepared.new_entries
+        self._entries_at: Process | None = None
+        self._committing: set[int] = set()
+        self._fatal: InputError | None = None
+        self._ran: set[int] = set()
+        self._num_ran_tokens = self._num_committed = self._num_bytes = 0
+        self._started: float | None = None
+        self._reported = time.monotonic()
+
+    def run(self) -> None:
+        """Until everything is committed, nobody is left, or somebody says stop. Raises InputError for a fatal reason."""
+        while not (self._finished or self._stop.is_set() or self._fatal) and self._group.running:
+            self._send()
+            self._handle(self._group.wait(0.2))
+        for process in self._group.running:
+            process.send(messages.Finish())
+        while self._group.running:
+            self._handle(self._group.wait(1.0))
+        for deal in self._dealer.given_up:
+            self.failures.append(
+                f"{len(deal.indices)} samples were given up, because {deal.num_deaths} workers died while running them"
+            )
+        if self._fatal is not None:
+            raise self._fatal
+
+    @property
+    def _finished(self) -> bool:
+        return self._dealer.done and not (self._entries and self._ready)
+
+    def _send(self) -> None:
+        """Give every worker what it can do now."""
+        if self._store_exists:
+            for process in self._loaded:
+                process.send(messages.Go())
+            self._loaded.clear()
+        elif self._creator is None and self._loaded:
+            self._creator = self._loaded.pop(0)
+            self._creator.send(messages.Create())
+        for process in self._ready:
+            if self._entries and self._entries_at is None:
+                self._entries_at = process
+                process.send(messages.Quarantine(self._entries))
+            while (deal := self._dealer.deal(process.index)) is not None:
+                self._started = self._started or time.monotonic()
+                self._batch_indices[deal.number] = deal.indices
+                process.send(messages.Run(deal.number, deal.indices))
+            wants = self._dealer.wants_commit(process.index) or (self._entries_at is process and self._dealer.done)
+            if wants and process.index not in self._committing:
+                self._committing.add(process.index)
+                process.send(messages.Commit())
+
+    def _handle(self, events: list[tuple[Process, Any]]) -> None:
+        for process, message in events:
+            match message:
+                case None:
+                    self._ended(process)
+                case messages.Loaded():
+                    self._loaded.append(process)
+                case messages.Created():
+                    self._store_exists = True
+                case messages.Ready():
+                    self._ready.append(process)
+                case messages.Ran(number):
+                    self._dealer.ran(process.index, number)
+                    self._count_ran(number)
+                case messages.Committed():
+                    self._count_committed(process, message)
+                case messages.Failed(error):
+                    self._fatal = self._fatal or error
+        if self._ran:
+            progress = self._progress()
+            if events:
+                self._report(progress)
+            if time.monotonic() - self._reported >= REPORT_SECONDS:
+                self._reported = time.monotonic()
+                logger.info("%s", progress.line())
+
+    def _ended(self, process: Process) -> None:
+        """A worker is gone; what it had not committed goes to the others."""
+        self._ready = [other for other in self._ready if other is not process]
+        self._loaded = [other for other in self._loaded if other is not process]
+        self._committing.discard(process.index)
+        if process is self._creator and not self._store_exists:
+            self._creator = None
+        if self._entries_at is process:
+            self._entries_at = None
+        if process.popen.returncode == 0 or self._fatal is not None:
+            return
+        reason = process.describe_end()
+        logger.error("%s", reason)
+        self._report(Note(reason))
+        self.failures.append(reason)
+        # a segment may have been renamed into place just before its message could be sent
+        store = self._prepared.config.store
+        table = self._prepared.table
+        self._store_exists = store.exists()
+        stored = np.flatnonzero(stored_indices(table, open_if_there(store)))
+        count = self._dealer.lost(process.index, map(int, stored))
+        if count and self._group.running:
+            self._report(Note(f"its {count:,} uncommitted samples go to the other workers"))
+
+    def _count_ran(self, number: int) -> None:
+        new = set(self._batch_indices.pop(number)) - self._ran
+        self._ran |= new
+        self._num_ran_tokens += int(self._prepared.table.lengths[list(new)].sum())
+
+    def _count_committed(self, process: Process, message: messages.Committed) -> None:
+        self._dealer.committed(process.index, message.indices)
+        self._committing.discard(process.index)
+        if message.num_entries:
+            self._entries, self._entries_at = [], None
+        self._num_committed += len(message.indices)
+        self._num_bytes += message.num_bytes
+        self.num_new_samples += message.num_samples
+        self.num_new_tokens += message.num_tokens
+
+    def _progress(self) -> Progress:
+        forecast = self._prepared.forecast
+        assert self._started is not None, "no progress before a batch was dealt"
+        speed = self._num_ran_tokens / max(time.monotonic() - self._started, 1e-3)
+        left = forecast.num_pending_tokens - self._num_ran_tokens
+        return Progress(
+            num_samples=len(self._ran),
+            num_pending=forecast.num_pending,
+            num_tokens=self._num_ran_tokens,
+            num_pending_tokens=forecast.num_pending_tokens,
+            num_committed=self._num_committed,
+            num_committed_bytes=self._num_bytes,
+            tokens_per_second=speed,
+            hours_left=left / speed / 3600,
+            num_workers=len(self._ready),
+        )
