@@ -138,8 +138,9 @@ def with_compile_cache(device: Device, folder: Path) -> Device:
 
 def use_device(device: Device) -> str:
     """Make `device` the only one that this very process sees, before torch is imported; returns its torch name."""
-    assert "torch" not in sys.modules, "torch has read the environment already"
-    os.environ.update(device.environment)
+    if device.torch_device != "cpu":
+        assert "torch" not in sys.modules, "torch has read the environment already"
+        os.environ.update(device.environment)
     return device.torch_device
 
 

@@ -23,7 +23,7 @@ class ExtractConfig:
     """Folder of the store; made if it is missing, filled up if it is there."""
     devices: str | None = None
     """GPU numbers like 0-4 or 5,7, or cpu, or cpu:3; None is every GPU, or one CPU worker where there is none."""
-    encoding: str = "bf16"
+    encoding: str = "int8"
     """How features are stored: bf16 is exact, int8 takes half the bytes."""
     target_layer_ids: tuple[int, ...] | None = None
     """Decoder layers to tap, 0 is the first; None takes `num_taps` by z-lab's rule."""

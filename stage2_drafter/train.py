@@ -32,6 +32,7 @@ from dflash_train.stage2_drafter.preparation import PreparedRun, check_resume, p
 from dflash_train.stage2_drafter.rank import RANK_FUNCTION, run_rank
 from dflash_train.stage2_drafter.run_folder import check_disk_space, read_ledger, run_lock
 from dflash_train.store.opened import list_segments
+from dflash_train.store.reader import open_manifest
 
 Report = Callable[[str], None]
 _POLL_SECONDS = 0.2
@@ -67,6 +68,7 @@ def train(config: TrainConfig, report: Report = print) -> TrainResult:
     if place is not None:
         return _train_under_torchrun(config, place, report if place.rank == 0 else lambda line: None)
     devices = parse_devices(config.devices)
+    open_manifest(config.store)  # what is no store is refused before the run folder is made
     with run_lock(config.run):  # only to refuse early: the first rank holds it while it trains
         run = prepare_run(config, read_ledger(config.run))
         checkpoint = check_resume(run)

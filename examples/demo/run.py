@@ -22,7 +22,7 @@ TRAIN = [
     *["--num-layers", "2", "--block-size", "8", "--mask-token", "<empty_output>", "--row-tokens", "1024"],
     *["--anchors", "128", "--rows-per-step", "1", "--lr", "2e-3", "--holdout", "0.05", "--seed", "0"],
 ]
-STEPS = 160
+STEPS = 120
 PROMPTS, NEW_TOKENS = 16, 48
 
 
@@ -67,7 +67,7 @@ def evaluate(run: Path, result: Path, *options: str) -> tuple[dict[str, Any], fl
     """The acceptance length of a run's newest drafter on the held-out prompts."""
     seconds = dflash(
         *["evaluate", "--target", TARGET, "--drafter", run, "--data", HERE / "held_out.jsonl", "--gpus", "cpu"],
-        *["--max-prompts", str(PROMPTS), "--max-new-tokens", str(NEW_TOKENS), "--json", result, *options],
+        *["--max-prompts", str(PROMPTS), "--max-new-tokens", str(NEW_TOKENS), "--output", result, *options],
     )
     return json.loads(result.read_text()), seconds
 
@@ -83,7 +83,7 @@ def main() -> None:
         *["--target-layers", TARGET_LAYERS, "--batch-tokens", "1024", "--calibration-tokens", "2048"],
         *["--sample-cache", OUT / "samples"],
     )
-    dflash("inspect-store", STORE, "--json", OUT / "store.json")
+    dflash("inspect-store", STORE, "--output", OUT / "store.json")
     train = ["train-drafter", "--store", STORE, "--gpus", "cpu", *TRAIN]
     dflash(*train, "--run", OUT / "untrained", "--steps", "0")
     seconds["train"] = dflash(*train, "--run", OUT / "run", "--steps", str(STEPS))
@@ -92,16 +92,17 @@ def main() -> None:
 
     store = json.loads((OUT / "store.json").read_text())
     steps = [json.loads(line) for line in (OUT / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in steps if "loss" in line]
+    steps = [line for line in steps if line["kind"] == "train"]
     rows = {
-        "samples": f"{store['num_samples']:,}",
-        "tokens": f"{store['num_tokens']:,}",
+        "samples": f"{store['samples']:,}",
+        "tokens": f"{store['tokens']:,}",
         "bytes per token": f"{store['bytes_per_token']:,.0f}",
         "training loss, first → last": f"{steps[0]['loss']:.2f} → {steps[-1]['loss']:.2f}",
-        "accuracy, first → last": f"{steps[0]['accuracy']:.2f} → {steps[-1]['accuracy']:.2f}",
+        "accuracy of the first draft, first → last": f"{steps[0]['accuracy'][0]:.2f} → {steps[-1]['accuracy'][0]:.2f}",
         "acceptance length, untrained": f"{untrained['acceptance_length']:.2f}",
         "acceptance length, trained": f"{trained['acceptance_length']:.2f}",
         "equal to plain greedy decoding": f"{trained['num_equal']} of {trained['num_prompts']} prompts",
+        "seconds: extract, train, evaluate": ", ".join(f"{value:.0f}" for value in seconds.values()),
         "minutes in all": f"{(time.monotonic() - start) / 60:.1f}",
     }
     width = max(map(len, rows))

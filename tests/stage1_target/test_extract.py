@@ -63,6 +63,7 @@ def base_config(
         data=DataConfig(source=str(conversations), max_tokens=200),
         store=Path("unset"),
         devices="cpu",
+        encoding="bf16",
         num_taps=2,
         batch_tokens=150,
         segment_bytes=100_000,

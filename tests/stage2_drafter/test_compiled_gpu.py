@@ -149,12 +149,13 @@ def test_bf16_drafter_compiles_three_graphs_and_never_again(make_config: Any, ma
 
     for row in rows:
         hidden, gradients = gradients_of(compiled, row, upstream)
-        with torch.no_grad():
-            assert torch.equal(compiled(*row.inputs("cuda")).float().cpu(), hidden)
+        with torch.no_grad():  # another graph, fused otherwise: the same numbers up to rounding
+            evaluated = compiled(*row.inputs("cuda")).float().cpu()
         expected, expected_gradients = gradients_of(exact, row, upstream)
         same, same_gradients = gradients_of(twin, row, upstream)
-        assert hidden.isfinite().all()
-        assert relative_error(hidden, expected) <= 2 * relative_error(same, expected) + 1e-3
+        for states in (hidden, evaluated):
+            assert states.isfinite().all()
+            assert relative_error(states, expected) <= 2 * relative_error(same, expected) + 1e-3
         for name, gradient in gradients.items():
             assert gradient.dtype == torch.float32, "masters and their gradients stay fp32"
             if row is rows[-1] and name in ("fc.weight", "hidden_norm.weight"):
