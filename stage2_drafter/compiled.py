@@ -1,8 +1,8 @@
 """The drafter compiled once, with proof that it stays so: flex_attention on CUDA, a dense mask through SDPA on the CPU.
 
 On CUDA each layer runs through one `torch.compile(fullgraph=True, dynamic=False)` function with the layer as an
-argument, so all layers share its code; the block mask comes from a compiled `create_block_mask` (0.15 ms against 8 ms
-eager, H200, S = 8192, A = 1024). Every shape is fixed when the object is made. `warm_up` runs one whole training step
+argument, so all layers share its code; the block mask is counted from its intervals (`blocks.block_mask`), which needs
+no compiler. Every shape is fixed when the object is made. `warm_up` runs one whole training step
 and one evaluation step of the caller, compares the number of compiled graphs with the number that follows from the
 layers, and then sets torch's stance `fail_on_recompile`, which is process-wide: from there on a compile raises.
 
@@ -30,16 +30,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from dflash_train.errors import InputError
-from dflash_train.stage2_drafter.blocks import block_mask_mod, dense_block_mask
+from dflash_train.stage2_drafter.blocks import TILE, block_mask, dense_block_mask
 from dflash_train.stage2_drafter.drafter import Attend, Drafter, DrafterLayer
 
 log = logging.getLogger(__name__)
 
-TILE = 128
-"""Rows and columns of a flex_attention tile; other lengths had wrong gradients (pytorch issue 158212)."""
 MIN_HEAD_DIM = 16
 """Smallest head that flex_attention's Triton kernels take."""
 MAX_DENSE_CELLS = 2**27
@@ -153,7 +151,6 @@ class CompiledDrafter(nn.Module):
         self._warm_up_seconds = 0.0
         self._graphs_before = self._graphs_after = 0
         self._compiled_layer: Callable[..., Tensor] = _run_layer
-        self._compiled_mask: Callable[..., BlockMask] = create_block_mask
         if self.uses_flex:
             self._check_flex_sizes()
             self._compile()
@@ -201,7 +198,6 @@ class CompiledDrafter(nn.Module):
         if "recompile_limit" in inspect.signature(torch.compile).parameters:  # not in torch 2.11
             options["recompile_limit"] = max(2, 2 * len(set(self.layer_kinds)))
         self._compiled_layer = torch.compile(_run_layer, **options)
-        self._compiled_mask = torch.compile(create_block_mask, **options)
 
     def forward(
         self,
@@ -262,23 +258,17 @@ class CompiledDrafter(nn.Module):
 
     @torch.no_grad()
     def _mask(self, kind: LayerKind, start: Tensor, anchor: Tensor) -> Any:
-        """A BlockMask, or on the CPU a function that attends under the dense mask.
-
-        Outside autocast and without gradients in both modes, so that one graph of the builder serves both.
-        """
-        window, causal = kind
-        queries, keys = self.num_noise_tokens, self.row_tokens + self.num_noise_tokens
-        if not self.uses_flex:
-            return _dense_attend(dense_block_mask(start, anchor, self.row_tokens, self.block_size, window, causal))
-        mask_mod = block_mask_mod(start, anchor, self.row_tokens, self.block_size, window, causal)
-        with torch.autocast(self.device.type, enabled=False):
-            return self._compiled_mask(mask_mod, None, None, queries, keys, device=str(self.device))
+        """A BlockMask, or on the CPU a function that attends under the dense mask."""
+        shape = (self.row_tokens, self.block_size, *kind)
+        if self.uses_flex:
+            return block_mask(start, anchor, *shape)
+        return _dense_attend(dense_block_mask(start, anchor, *shape))
 
     def expected_graphs(self, *, evaluation: bool) -> int:
-        """Graphs that warm-up must make: per kind of layer a mask builder and a layer, twice with evaluation."""
+        """Graphs that warm-up must make: one a kind of layer, and one more a kind with evaluation."""
         if not self.uses_flex:
             return 0
-        return len(set(self.layer_kinds)) * (3 if evaluation else 2)
+        return len(set(self.layer_kinds)) * (2 if evaluation else 1)
 
     def warm_up(self, step: Callable[[], object], evaluate: Callable[[], object] | None = None) -> None:
         """Compile everything by one whole training step (forward and backward) and one evaluation step; then forbid it.

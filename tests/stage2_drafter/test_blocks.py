@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from dflash_train.stage2_drafter.blocks import (
     anchor_candidates,
+    block_mask,
     block_mask_mod,
     dense_block_mask,
     document_positions,
@@ -150,6 +151,32 @@ def test_block_mask_matches_the_rule_pair_by_pair(window: int | None, causal: bo
     mask_mod = block_mask_mod(start, anchor, num_tokens, size, window, causal)
     zero = torch.tensor(0)
     assert torch.equal(mask_mod(zero, zero, torch.arange(queries)[:, None], torch.arange(keys)[None]), expected)
+
+
+TABLES = [
+    f"{full}{side}_{what}" for full in ("", "full_") for side in ("kv", "q") for what in ("num_blocks", "indices")
+]
+
+
+@pytest.mark.parametrize("window, causal", [(None, False), (None, True), (150, False), (5, True)])
+@pytest.mark.parametrize("num_tokens, num_anchors, size", [(512, 64, 16), (384, 128, 10), (507, 33, 7), (128, 8, 16)])
+def test_block_mask_equals_create_block_mask_in_every_table(
+    num_tokens: int, num_anchors: int, size: int, window: int | None, causal: bool
+) -> None:
+    for seed in range(4):
+        rng, token_ids, loss_mask, document_ids = random_row(seed, num_tokens=num_tokens)
+        drawn, valid = sample_anchors(loss_mask, document_ids, num_anchors, rng)
+        blocks = make_blocks(token_ids, loss_mask, document_ids, drawn, valid, size, 91)
+        start, anchor = torch.from_numpy(blocks.start), torch.from_numpy(blocks.anchor)
+        if seed == 3:  # one long document: whole tiles of context are seen in full
+            start, anchor = torch.zeros_like(start), torch.sort(torch.randint(num_tokens, anchor.shape)).values.int()
+        queries = num_anchors * size
+        mask_mod = block_mask_mod(start, anchor, num_tokens, size, window, causal)
+        expected = create_block_mask(mask_mod, None, None, queries, num_tokens + queries, device="cpu")
+        found = block_mask(start, anchor, num_tokens, size, window, causal)
+        for table in TABLES:
+            torch.testing.assert_close(getattr(found, table), getattr(expected, table), atol=0, rtol=0, msg=table)
+        assert (found.seq_lengths, found.BLOCK_SIZE) == (expected.seq_lengths, expected.BLOCK_SIZE)
 
 
 def test_mask_function_stays_inside_the_anchors_on_padded_queries() -> None:

@@ -237,7 +237,7 @@ def test_second_lock_stops_backends_that_do_not_fuse(backend: str) -> None:
 # --- the compiled path -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes, graphs", [({}, 3), (SLIDING, 6), ({"is_causal": True}, 3)])
+@pytest.mark.parametrize("changes, graphs", [({}, 2), (SLIDING, 4), ({"is_causal": True}, 2)])
 def test_one_graph_serves_all_layers_of_a_kind_and_new_anchors_make_none(
     make_compiled: Any, rows: Any, flex_on_cpu: Any, changes: Any, graphs: int
 ) -> None:
@@ -268,7 +268,7 @@ def test_one_graph_serves_all_layers_of_a_kind_and_new_anchors_make_none(
     assert compiled.summary().startswith(f"compiled {graphs} graphs in ")
     assert compiled.summary().endswith(" s, 0 recompilations")
     with pytest.raises(RuntimeError, match="ecompile"):
-        compiled._compiled_mask(lambda b, h, q, k: q >= k, None, None, 128, 256, device="cpu")
+        torch.compile(lambda x: x + 2, backend="aot_eager")(torch.ones(2))
 
 
 def test_a_graph_too_many_is_named(make_compiled: Any, rows: Any, flex_on_cpu: Any) -> None:
@@ -279,7 +279,7 @@ def test_a_graph_too_many_is_named(make_compiled: Any, rows: Any, flex_on_cpu: A
         extra(torch.ones(3))
         compiled(*rows[0].inputs()).sum().backward()
 
-    with pytest.raises(RuntimeError, match=r"compiled 3 graphs where 2 were expected: .*_run_layer"):
+    with pytest.raises(RuntimeError, match=r"compiled 2 graphs where 1 were expected: .*_run_layer"):
         compiled.warm_up(step)
 
 
