@@ -37,11 +37,11 @@ def run(*words: object) -> Result:
 
 def defaults_of(*classes: Any) -> dict[str, Any]:
     fields = {field.name: field for cls in classes for field in dataclasses.fields(cls)}
-    return {
-        name: field.default if field.default is not dataclasses.MISSING else field.default_factory()
-        for name, field in fields.items()
-        if field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-    }
+    values = {name: field.default for name, field in fields.items() if field.default is not dataclasses.MISSING}
+    for name, field in fields.items():
+        if field.default_factory is not dataclasses.MISSING:
+            values[name] = field.default_factory()
+    return values
 
 
 @pytest.mark.parametrize("command", ["extract", "train-drafter", "evaluate"])
@@ -61,7 +61,9 @@ def test_option_defaults_are_those_of_the_config(command: str) -> None:
     if command == "evaluate":
         renamed |= {"gpus": "device", "data": "prompts"}
     context = click.Context(main)
-    values = main.commands[command].make_context(command, REQUIRED[command], parent=context).params
+    found = main.get_command(context, command)
+    assert found is not None
+    values = found.make_context(command, REQUIRED[command], parent=context).params
     options = {
         renamed.get(name, name): value
         for name, value in values.items()

@@ -52,7 +52,7 @@ def unpack_target() -> None:
     partial.rename(TARGET)
 
 
-def dflash(*arguments: str | Path) -> float:
+def dflash(*arguments: object) -> float:
     """Run one command with its output on this terminal; returns its seconds and ends the demo if it fails."""
     words = [str(argument) for argument in arguments]
     print(f"\n$ dflash {' '.join(words)}", flush=True)

@@ -1,0 +1,72 @@
+"""`dflash evaluate`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dflash_train.commands.options import (
+    chat_template_arguments_of,
+    data_options,
+    gpus_option,
+    json_option,
+    output_option,
+    target_options,
+    use_one_device,
+)
+from dflash_train.commands.terminal import Paced, show
+
+
+@click.command()
+@target_options(required=True)
+@click.option(
+    "--drafter", required=True, type=click.Path(path_type=Path), help="Drafter folder, or a run (its newest)."
+)
+@data_options
+@gpus_option
+@click.option("--max-prompts", default=32, show_default=True, help="Prompts from the start of the data; 0 for all.")
+@click.option("--max-new-tokens", default=256, show_default=True, help="Tokens to decode for each prompt.")
+@click.option("--block-size", type=int, help="Block size, anchor included. Default: the drafter's.")
+@click.option("--plain/--no-plain", "compare_plain", default=True, help="Decode without the drafter too, and compare.")
+@json_option
+@output_option
+def evaluate(
+    target: str,
+    revision: str | None,
+    dtype: str,
+    trust_remote_code: bool,
+    data: str,
+    split: str,
+    chat_template_arguments: str,
+    gpus: str | None,
+    max_prompts: int,
+    as_json: bool,
+    output: Path | None,
+    **fields: Any,
+) -> None:
+    """Measure acceptance length by real speculative decoding.
+
+    Decoding is greedy. Each prompt is the first user turn of a row of --data, with what stands before it. Use prompts that were not trained
+    on. Exit status 1 if the output differs from plain greedy decoding by more than rounding explains.
+    """
+    torch_device = use_one_device(gpus)
+    from dflash_train.speculate.evaluate import EvaluateConfig, format_evaluation
+    from dflash_train.speculate.evaluate import evaluate as run
+    from dflash_train.stage1_target.target import TargetConfig
+
+    config = EvaluateConfig(
+        target=TargetConfig(name=target, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code),
+        prompts=data,
+        split=split,
+        chat_template_arguments=chat_template_arguments_of(chat_template_arguments),
+        max_prompts=max_prompts or None,
+        device=torch_device,
+        **fields,
+    )
+    paced = Paced()
+    result = run(config, lambda done, total: paced(f"{done:,} of {total:,} prompts decoded", done == total))
+    show(result, format_evaluation(result), as_json, output)
+    sys.exit(result["lossless"] is False)

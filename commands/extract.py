@@ -1,0 +1,115 @@
+"""`dflash extract`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dflash_train.commands.options import (
+    chat_template_arguments_of,
+    data_options,
+    gpus_option,
+    layer_ids_of,
+    target_options,
+)
+from dflash_train.commands.terminal import Paced, say
+
+
+@click.command()
+@target_options(required=True)
+@data_options
+@click.option(
+    "--store", required=True, type=click.Path(path_type=Path), help="Folder of the store; filled up if it is there."
+)
+@gpus_option
+@click.option(
+    "--encoding",
+    type=click.Choice(["bf16", "int8"]),
+    default="int8",
+    show_default=True,
+    help="bf16 is exact; int8 takes half the bytes.",
+)
+@click.option(
+    "--target-layers", metavar="IDS", help="Decoder layers to tap, 0 is the first: 1,9,17,25,33. Default: z-lab's rule."
+)
+@click.option("--num-taps", default=5, show_default=True, help="How many layers z-lab's rule taps.")
+@click.option("--max-tokens", default=4096, show_default=True, help="Longer samples are cut at the tail, and counted.")
+@click.option("--max-samples", type=int, help="Take only the first rows of the data set.")
+@click.option("--batch-tokens", default=16_384, show_default=True, help="Tokens of one forward, padding included.")
+@click.option("--segment-bytes", default=2_000_000_000, show_default=True, help="A segment is committed at this size …")
+@click.option("--segment-seconds", default=300.0, show_default=True, help="… or at this age: the most a kill can lose.")
+@click.option(
+    "--calibration-tokens", default=65_536, show_default=True, help="Tokens that the channel scale is measured on."
+)
+@click.option(
+    "--calibration-from",
+    type=click.Path(path_type=Path),
+    help="Take the channel scale of this store, to train on both.",
+)
+@click.option("--seed", default=0, show_default=True, help="Of the order of samples and the calibration draw.")
+@click.option(
+    "--sample-cache", type=click.Path(path_type=Path), help="Where tokenised samples are kept. Default: user cache."
+)
+@click.option("--log-folder", type=click.Path(path_type=Path), help="Where workers log. Default: STORE.logs.")
+@click.option(
+    "--dry-run", is_flag=True, help="Forecast samples, tokens and size, and stop before the target is loaded."
+)
+def extract(
+    target: str,
+    revision: str | None,
+    dtype: str,
+    trust_remote_code: bool,
+    data: str,
+    split: str,
+    chat_template_arguments: str,
+    gpus: str | None,
+    target_layers: str | None,
+    max_tokens: int,
+    max_samples: int | None,
+    **fields: Any,
+) -> None:
+    """Store the hidden states of the target over conversations.
+
+    Run the same command again, with any number of GPUs, to go on after a stop or a kill: it stores what is missing.
+    """
+    from dflash_train.stage1_target.extract import ExtractConfig, Progress, Tokenising
+    from dflash_train.stage1_target.extract import extract as run
+    from dflash_train.stage1_target.forecast import Forecast
+    from dflash_train.stage1_target.samples import DataConfig
+    from dflash_train.stage1_target.target import TargetConfig
+
+    config = ExtractConfig(
+        target=TargetConfig(name=target, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code),
+        data=DataConfig(
+            source=data,
+            split=split,
+            max_tokens=max_tokens,
+            max_samples=max_samples,
+            chat_template_arguments=chat_template_arguments_of(chat_template_arguments),
+        ),
+        devices=gpus,
+        target_layer_ids=layer_ids_of(target_layers),
+        **fields,
+    )
+    paced = Paced()
+
+    def report(event: Any) -> None:
+        if isinstance(event, Tokenising):
+            paced(f"tokenising: {event.num_done:,} of {event.num_rows or '?':,} rows", event.num_done == event.num_rows)
+        elif isinstance(event, Forecast):
+            for line in event.lines():
+                say(line)
+        elif isinstance(event, Progress):
+            paced(event.line(), event.num_committed == event.num_pending)
+        else:
+            say(event.text)
+
+    result = run(config, report)
+    for failure in result.failures:
+        click.echo(f"Error: {failure}", err=True)
+    speed = f" ({result.num_new_tokens:,} tokens in {result.seconds:.0f} s)" if result.num_new_tokens else ""
+    click.echo(f"{result.message}{speed}")
+    sys.exit(result.exit_status)

@@ -1,0 +1,92 @@
+"""`dflash inspect-store`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from dflash_train.commands.options import gpus_option, json_option, output_option, target_options, use_one_device
+from dflash_train.commands.terminal import Paced, show
+
+
+@click.command("inspect-store")
+@click.argument("store", type=click.Path(path_type=Path))
+@click.option(
+    "--verify",
+    type=click.Choice(["checksums", "recompute"]),
+    help="checksums reads every byte; recompute runs the target again on a few samples.",
+)
+@target_options(required=False)
+@gpus_option
+@click.option("--num-samples", default=4, show_default=True, help="Samples to recompute.")
+@click.option(
+    "--tolerance", default=0.05, show_default=True, help="Largest relative difference that recompute accepts."
+)
+@click.option("--sample", "sample_id", metavar="ID", help="Decode one sample, by the first digits of its id.")
+@json_option
+@output_option
+def inspect_store(
+    store: Path,
+    verify: str | None,
+    target: str | None,
+    revision: str | None,
+    dtype: str,
+    trust_remote_code: bool,
+    gpus: str | None,
+    num_samples: int,
+    tolerance: float,
+    sample_id: str | None,
+    as_json: bool,
+    output: Path | None,
+) -> None:
+    """Show what is in a store and whether it is whole.
+
+    Exit status 1 if it is not.
+    """
+    if verify == "recompute":
+        if target is None:
+            raise click.UsageError("--verify recompute runs the target again: give --target.")
+        torch_device = use_one_device(gpus)
+        from dataclasses import asdict
+
+        from dflash_train.stage1_target.recompute import recompute_samples
+        from dflash_train.stage1_target.target import TargetConfig
+
+        config = TargetConfig(name=target, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code)
+        again = recompute_samples(store, config, num_samples, torch_device)
+        wrong = [layer for layer, difference in again.largest.items() if not difference <= tolerance]
+        lines = [f"{len(again.samples)} samples, {again.num_tokens:,} tokens run again; largest relative difference:"]
+        lines += [f"  layer {layer}: {difference:.3%}" for layer, difference in again.largest.items()]
+        lines.append(f"more than {tolerance:.1%} in layers {wrong}" if wrong else "equal within rounding")
+        show({**asdict(again), "ok": not wrong}, "\n".join(lines), as_json, output)
+        sys.exit(bool(wrong))
+    if verify == "checksums":
+        from dataclasses import asdict
+
+        from dflash_train.store.verify import format_verification, verify_store
+
+        paced = Paced()
+        found = verify_store(store, lambda done, total: paced(f"{done / max(total, 1):.0%} read", done == total))
+        show(asdict(found), format_verification(found), as_json, output)
+        sys.exit(bool(found.problems))
+    if sample_id is not None:
+        from dflash_train.stage1_target.target import TargetConfig, load_tokenizer
+        from dflash_train.stage1_target.tokenization import mark_supervised
+        from dflash_train.store.reader import StoreReader
+        from dflash_train.store.report import sample_report
+
+        reader = StoreReader(store)
+        sample = sample_report(reader, sample_id)
+        tokenizer = load_tokenizer(TargetConfig(name=str(reader.tokenizer_path())))
+        text = mark_supervised(tokenizer, sample["token_ids"], sample["loss_mask"])
+        head = "sample {id}, group {group}, segment {segment}: {length} tokens, {supervised} supervised".format(
+            **sample
+        )
+        show({**sample, "text": text}, f"{head}\n\n{text}", as_json, output)
+        return
+    from dflash_train.store.report import format_report, store_report
+
+    report = store_report(store)
+    show(report, format_report(report), as_json, output)

@@ -1,0 +1,97 @@
+"""Options that several commands share, and how their text becomes values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from dflash_train.errors import InputError
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def options(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several click options as one decorator, in the order given."""
+
+    def decorate(command: Command) -> Command:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return decorate
+
+
+def target_options(required: bool) -> Callable[[Command], Command]:
+    """Which target, and how to load it."""
+    return options(
+        click.option("--target", required=required, help="Hub name, local folder, or local .gguf file of the target."),
+        click.option("--revision", help="Commit, branch or tag of the target on the hub."),
+        click.option(
+            "--dtype",
+            type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+            default="auto",
+            show_default=True,
+            help="auto is bfloat16 on a GPU and float32 on a CPU.",
+        ),
+        click.option("--trust-remote-code", is_flag=True, help="Let model code from the hub run."),
+    )
+
+
+def data_options(command: Command) -> Command:
+    """Which conversations, and how the chat template renders them."""
+    return options(
+        click.option(
+            "--data", required=True, help="Local json, jsonl, parquet, arrow, a folder of these, or a hub name."
+        ),
+        click.option("--split", default="train", show_default=True, help="Split of the data set."),
+        click.option(
+            "--chat-template-arguments",
+            default="{}",
+            metavar="JSON",
+            help="""Passed to the chat template, such as '{"enable_thinking": false}'.""",
+        ),
+    )(command)
+
+
+gpus_option = click.option(
+    "--gpus",
+    metavar="LIST",
+    help="GPUs as nvidia-smi numbers them, such as 0-4 or 5,7; or cpu, or cpu:3. Default: all.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+output_option = click.option(
+    "--output", type=click.Path(dir_okay=False, path_type=Path), help="Also write the JSON here."
+)
+
+
+def use_one_device(gpus: str | None) -> str:
+    """Make the first of the given devices the only one that this process sees; call before torch is imported."""
+    from dflash_train.launch import parse_devices, use_device
+
+    devices = parse_devices(gpus)
+    if gpus is not None and len(devices) > 1:
+        raise InputError(f"--gpus {gpus} names {len(devices)} devices, but this command runs on one: name one.")
+    return use_device(devices[0])
+
+
+def layer_ids_of(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise click.UsageError(f"--target-layers is {text!r}; write layer numbers like 1,9,17,25,33.") from error
+
+
+def chat_template_arguments_of(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise click.UsageError(f"--chat-template-arguments is no JSON ({error}): {text!r}.") from error
+    if not isinstance(value, dict):
+        raise click.UsageError(f"--chat-template-arguments must be a JSON object, found {text!r}.")
+    return value

@@ -1,0 +1,66 @@
+"""`dflash train-drafter`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dflash_train.commands.options import gpus_option
+from dflash_train.commands.terminal import say
+
+
+@click.command("train-drafter")
+@click.option("--store", required=True, type=click.Path(path_type=Path), help="Folder of the store.")
+@click.option(
+    "--run", required=True, type=click.Path(path_type=Path), help="Folder of this run; the same again goes on."
+)
+@gpus_option
+@click.option("--num-layers", default=5, show_default=True, help="Decoder layers of the drafter.")
+@click.option("--block-size", default=16, show_default=True, help="Tokens of a block, anchor included.")
+@click.option(
+    "--drafter-config", type=click.Path(path_type=Path), help="A drafter's config.json, used instead of the above."
+)
+@click.option(
+    "--mask-token", help="Id or text of the token in a block's open slots. Default: the tokenizer's, or a free row."
+)
+@click.option("--row-tokens", default=8192, show_default=True, help="Samples are packed into rows of so many tokens.")
+@click.option("--anchors", default=1024, show_default=True, help="Blocks of a row.")
+@click.option("--rows-per-step", default=6, show_default=True, help="Rows of an optimizer step, over all GPUs.")
+@click.option("--crop", is_flag=True, help="Cut samples longer than a row instead of refusing them.")
+@click.option("--steps", type=int, help="Optimizer steps of the whole run; 0 writes the untrained drafter.")
+@click.option("--epochs", type=int, help="Passes over the store. Default: 6, where --steps is not given.")
+@click.option("--lr", default=6e-4, show_default=True, help="Peak learning rate.")
+@click.option("--betas", nargs=2, type=float, default=(0.9, 0.95), show_default=True, help="AdamW's moments.")
+@click.option("--weight-decay", default=0.0, show_default=True, help="AdamW's decay, on matrices only.")
+@click.option("--clip", default=1.0, show_default=True, help="Largest gradient norm.")
+@click.option("--warmup-ratio", default=0.04, show_default=True, help="Share of the steps that warm up.")
+@click.option("--schedule", type=click.Choice(["cosine", "wsd", "constant"]), default="cosine", show_default=True)
+@click.option("--decay-ratio", default=0.2, show_default=True, help="Share of the steps that fall, under wsd.")
+@click.option("--min-lr-ratio", default=0.1, show_default=True, help="Last learning rate over the peak.")
+@click.option(
+    "--loss", type=click.Choice(["decay", "dpace"]), default="decay", show_default=True, help="Weights by slot."
+)
+@click.option("--gamma", type=float, help="Slots over which decay falls by e. Default: the paper's, by block size.")
+@click.option("--dpace-alpha", default=0.5, show_default=True, help="Smoothing of D-PACE.")
+@click.option("--seed", default=0, show_default=True, help="Of the first weights, the rows and the anchors.")
+@click.option("--holdout", default=0.02, show_default=True, help="Share of the conversations kept for evaluation.")
+@click.option("--evaluate-every", default=500, show_default=True, help="Steps between held-out evaluations.")
+@click.option("--evaluate-rows", default=32, show_default=True, help="Most rows of one evaluation.")
+@click.option("--save-every", default=1000, show_default=True, help="Steps between checkpoints.")
+@click.option("--keep", default=3, show_default=True, help="Newest checkpoints that stay, beside the best.")
+@click.option("--log-every", default=10, show_default=True, help="Steps between lines on the terminal.")
+@click.option("--read-ahead", default=3, show_default=True, help="Rows read ahead by each process.")
+@click.option("--bad-step-limit", default=10, show_default=True, help="Non-finite steps in a row that end the run.")
+def train_drafter(gpus: str | None, **fields: Any) -> None:
+    """Train a drafter from a store.
+
+    Run the same command again to go on from the newest checkpoint. Each folder RUN/checkpoints/step-… is a drafter in
+    z-lab's format that SGLang, vLLM and z-lab's package load.
+    """
+    from dflash_train.stage2_drafter.config import TrainConfig
+    from dflash_train.stage2_drafter.train import train
+
+    result = train(TrainConfig(devices=gpus, **fields), say)
+    click.echo(f"step {result.step:,} of {result.total_steps:,}: {result.checkpoint}")
