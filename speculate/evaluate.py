@@ -27,7 +27,7 @@ from dflash_train.speculate.loading import (
     load_drafter_config,
 )
 from dflash_train.speculate.target_cache import check_continuation
-from dflash_train.stage1_target.conversations import Prompt, RowError, read_prompts
+from dflash_train.stage1_target.conversations import SURROGATE, Prompt, RowError, read_prompts
 from dflash_train.stage1_target.target import (
     Target,
     TargetConfig,
@@ -209,7 +209,11 @@ def encode_prompts(
     refusal: RowError | None = None
     for prompt in prompts:
         try:
-            texts.append(renderer.render(prompt.messages, prompt.tools, add_generation_prompt=True))
+            text = renderer.render(prompt.messages, prompt.tools, add_generation_prompt=True)
+            text.encode()
+            texts.append(text)
+        except UnicodeEncodeError:
+            refusal = RowError(SURROGATE)
         except RowError as error:
             refusal = error
     if refusal is not None and not texts:

@@ -5,6 +5,7 @@ row into quarantine with that reason. Nothing is repaired that would change what
 matter is normalised (nulls, text given in parts, tool-call arguments given as a JSON string, leading ShareGPT answers).
 """
 
+import contextlib
 import itertools
 import json
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ SHAREGPT_ROLES = {
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant"),
     "system": "system",
 }
+SURROGATE = "the text holds half a surrogate pair, which no Unicode text can hold"
 PEEKED_ROWS = 100  # rows of one jsonl file may have different keys
 
 
@@ -139,7 +141,8 @@ def read_prompts(source: str, split: str = "train", limit: int | None = None) ->
         for position, message in enumerate(conversation.messages):
             if message["role"] == "user":
                 messages = conversation.messages[: position + 1]
-                prompts.append(Prompt(messages, conversation.tools, first_turn_group(messages)))
+                with contextlib.suppress(UnicodeEncodeError):
+                    prompts.append(Prompt(messages, conversation.tools, first_turn_group(messages)))
                 break
     if not prompts and limit != 0:
         raise InputError(f"No row of {source} has a user turn to answer ({format_name} format). Give other data.")

@@ -51,6 +51,8 @@ class ExtractConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_taps", "batch_tokens", "segment_bytes", "segment_seconds", "calibration_tokens"):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:  # NaN is not
                 raise InputError(f"{name} is {getattr(self, name)} but must be more than 0.")
+        if self.seed < 0:
+            raise InputError(f"seed is {self.seed} but must be at least 0.")
         make_encoding(self.encoding, 1, 1)

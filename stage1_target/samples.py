@@ -22,6 +22,7 @@ import pyarrow as pa
 from dflash_train.errors import InputError
 from dflash_train.stage1_target.conversations import (
     CONVERSATION_FORMATS,
+    SURROGATE,
     RowError,
     detect_format,
     first_turn_group,
@@ -213,6 +214,7 @@ class _TableBuilder:
                 if self.format_name == "text":
                     if not isinstance(row.get("text"), str):
                         raise RowError("no text in this row")
+                    row["text"].encode()
                     texts.append(row["text"])
                     origins.append((number, None))
                 elif self.format_name == "input_ids+loss_mask":
@@ -222,8 +224,12 @@ class _TableBuilder:
                     conversation = parse_conversation(self.format_name, row)
                     group = first_turn_group(conversation.messages)
                     samples = self.renderer.split(conversation)
+                    for sample in samples:
+                        sample.text.encode()  # JSON may escape half a surrogate pair, on which tokenizers panic
                     renderings += samples
                     origins += [(number, group)] * len(samples)
+            except UnicodeEncodeError:
+                self._quarantine(number, SURROGATE)
             except RowError as error:
                 self._quarantine(number, str(error))
         if texts:

@@ -136,7 +136,7 @@ def _json_rows(file: Path) -> Iterator[Row]:
                 continue
             try:
                 row = json.loads(text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 if file.suffix == ".json" and text == b"{":
                     raise InputError(
                         f"{file} holds JSON over several lines that is not a list. Wanted a list of objects or one "
@@ -153,7 +153,7 @@ def _json_list(file: Path, data: bytes) -> Iterator[Row]:
         rows = json.loads(data.removeprefix(b"\xef\xbb\xbf"))
     except json.JSONDecodeError as error:
         raise InputError(f"{file}, line {error.lineno}: {_json_problem(error)}. Repair the file.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{file}: {_json_problem(error)}. Repair the file.") from error
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
@@ -161,7 +161,9 @@ def _json_list(file: Path, data: bytes) -> Iterator[Row]:
         yield row
 
 
-def _json_problem(error: ValueError) -> str:
+def _json_problem(error: ValueError | RecursionError) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply for a conversation"
     if isinstance(error, json.JSONDecodeError):
         return f"not valid JSON ({error.msg}, column {error.colno})"
     return f"not valid UTF-8 ({error})" if isinstance(error, UnicodeDecodeError) else f"not valid JSON ({error})"
@@ -196,7 +198,13 @@ def _table_rows(file: Path) -> Iterator[Row]:
 
 def _saved_dataset(source: str, path: Path, split: str) -> Source:
     if (path / "dataset_dict.json").exists():
-        splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        try:
+            splits = list(json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise InputError(
+                f"{path / 'dataset_dict.json'} is damaged ({_first_line(error)}); it lists the splits of a save_to_disk "
+                f"folder. Save the data set again."
+            ) from error
         if split not in splits:
             raise InputError(f"{source} has no split {split}; found {', '.join(splits)}.")
         path = path / split

@@ -106,10 +106,21 @@ def test_broken_json_names_file_and_line(tmp_path: Path) -> None:
     cut_off.write_text(json.dumps(ROWS, indent=1)[:-40], encoding="utf-8")
     with pytest.raises(InputError, match=r"cut\.json, line \d+: not valid JSON"):
         read(cut_off)
+    for text in ("[" * 100_000, '{"a":' * 100_000):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(InputError, match="nested too deeply"):
+            read(path)
     pretty = tmp_path / "pretty.json"
     pretty.write_text(json.dumps({"data": ROWS}, indent=1), encoding="utf-8")
     with pytest.raises(InputError, match="several lines that is not a list"):
         read(pretty)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]", "7"])
+def test_damaged_list_of_saved_splits_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "dataset_dict.json").write_text(text)
+    with pytest.raises(InputError, match=r"dataset_dict\.json is damaged \(.*Save the data set again"):
+        read(tmp_path)
 
 
 def test_broken_table_names_the_file(tmp_path: Path) -> None:
@@ -255,7 +266,7 @@ def test_prompts_end_with_the_first_user_turn_and_share_groups_with_samples(tmp_
 
 
 def test_prompts_need_no_answers(tmp_path: Path) -> None:
-    asked = write_lines(tmp_path / "asked.jsonl", [{"prompt": "q"}])
+    asked = write_lines(tmp_path / "asked.jsonl", [{"prompt": "half \ud800"}, {"prompt": "q"}])
     bench = write_lines(tmp_path / "bench.jsonl", [{"question_id": 1, "turns": ["q", "q2"]}])
     assert read_prompts(str(asked))[0].messages == read_prompts(str(bench))[0].messages
     with pytest.raises(InputError, match="prompts need turns"):

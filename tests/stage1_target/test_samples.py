@@ -12,7 +12,7 @@ import pytest
 
 from dflash_train.errors import InputError
 from dflash_train.stage1_target import samples
-from dflash_train.stage1_target.conversations import first_turn_group
+from dflash_train.stage1_target.conversations import SURROGATE, first_turn_group
 from dflash_train.stage1_target.samples import DataConfig, SampleTable, prepare_samples
 from dflash_train.store.manifest import format_id, hash_id
 
@@ -83,6 +83,14 @@ def test_unusable_rows_are_quarantined_by_row_and_reason(prepare: Any) -> None:
         (3, "no messages in this row"),
         (4, "an assistant turn is empty"),
     ]
+
+
+def test_half_a_surrogate_pair_is_quarantined(prepare: Any) -> None:
+    assert [
+        entry["reason"] for entry in prepare([chat("a", "b"), chat("\ud800", "b"), chat("a", "\udfff")]).quarantined
+    ] == [SURROGATE] * 2
+    table = prepare([{"text": "a"}, {"text": "\ud800"}])
+    assert len(table) == 1 and table.quarantined == [{"row": 1, "id": None, "reason": SURROGATE}]
 
 
 def test_every_row_unusable_is_an_error(prepare: Any, tmp_path: Path) -> None:
