@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from dflash_train.commands.recipe import with_recipe
 from dflash_train.errors import InputError
 
 COMMANDS = ("extract", "inspect-store", "train-drafter", "evaluate")
@@ -28,7 +29,7 @@ class Group(click.Group):
         name = cmd_name.replace("-", "_")
         command = getattr(importlib.import_module(f"dflash_train.commands.{name}"), name)
         assert isinstance(command, click.Command)
-        return command
+        return with_recipe(command, COMMANDS)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

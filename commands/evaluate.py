@@ -11,12 +11,13 @@ import click
 from dflash_train.commands.options import (
     chat_template_arguments_of,
     data_options,
-    gpus_option,
     json_option,
+    one_gpu_option,
     output_option,
     target_options,
     use_one_device,
 )
+from dflash_train.commands.recipe import write_recipe
 from dflash_train.commands.terminal import Paced, show
 
 
@@ -26,7 +27,7 @@ from dflash_train.commands.terminal import Paced, show
     "--drafter", required=True, type=click.Path(path_type=Path), help="Drafter folder, or a run (its newest)."
 )
 @data_options
-@gpus_option
+@one_gpu_option
 @click.option("--max-prompts", default=32, show_default=True, help="Prompts from the start of the data; 0 for all.")
 @click.option("--max-new-tokens", default=256, show_default=True, help="Tokens to decode for each prompt.")
 @click.option("--block-size", type=int, help="Block size, anchor included. Default: the drafter's.")
@@ -69,4 +70,6 @@ def evaluate(
     paced = Paced()
     result = run(config, lambda done, total: paced(f"{done:,} of {total:,} prompts decoded", done == total))
     show(result, format_evaluation(result), as_json, output)
+    if output is not None:
+        write_recipe(click.get_current_context(), output.with_suffix(".recipe.toml"))
     sys.exit(result["lossless"] is False)

@@ -15,6 +15,7 @@ from dflash_train.commands.options import (
     layer_ids_of,
     target_options,
 )
+from dflash_train.commands.recipe import write_recipe
 from dflash_train.commands.terminal import Paced, say
 
 
@@ -94,12 +95,14 @@ def extract(
         target_layer_ids=layer_ids_of(target_layers),
         **fields,
     )
-    paced = Paced()
+    paced, context = Paced(), click.get_current_context()
 
     def report(event: Any) -> None:
         if isinstance(event, Tokenising):
             paced(f"tokenising: {event.num_done:,} of {event.num_rows or '?':,} rows", event.num_done == event.num_rows)
         elif isinstance(event, Forecast):
+            if not config.dry_run:
+                write_recipe(context, config.store.with_name(f"{config.store.name}.recipe.toml"))
             for line in event.lines():
                 say(line)
         elif isinstance(event, Progress):

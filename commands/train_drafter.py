@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from dflash_train.commands.options import gpus_option
+from dflash_train.commands.recipe import write_recipe
 from dflash_train.commands.terminal import say
 
 
@@ -62,5 +63,12 @@ def train_drafter(gpus: str | None, **fields: Any) -> None:
     from dflash_train.stage2_drafter.config import TrainConfig
     from dflash_train.stage2_drafter.train import train
 
-    result = train(TrainConfig(devices=gpus, **fields), say)
+    config, context = TrainConfig(devices=gpus, **fields), click.get_current_context()
+
+    def report(line: str) -> None:
+        if not (config.run / "recipe.toml").exists():  # the checks have passed: the run has begun
+            write_recipe(context, config.run / "recipe.toml")
+        say(line)
+
+    result = train(config, report)
     click.echo(f"step {result.step:,} of {result.total_steps:,}: {result.checkpoint}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,11 @@ def test_the_commands_in_a_row(tmp_path: Path, data: Path, tiny_target: Any) -> 
     trained = run(*train, "--holdout", 0.2)
     assert trained.exit_code == 0, trained.output
     assert (folder / "checkpoints" / "step-00000002" / "model.safetensors").exists()
+    shutil.copy(folder / "recipe.toml", tmp_path / "again.toml")
+    repeated = run("train-drafter", "--recipe", tmp_path / "again.toml", "--run", tmp_path / "again")
+    assert repeated.exit_code == 0, repeated.output
+    name = Path("checkpoints", "step-00000002", "model.safetensors")
+    assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes(), "a recipe reproduces the run"
 
     evaluate = ["evaluate", "--target", target, "--drafter", folder, "--data", data, "--gpus", "cpu", "--json"]
     evaluated = run(*evaluate, "--max-prompts", 2, "--max-new-tokens", 8, "--output", tmp_path / "e.json")
