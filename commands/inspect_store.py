@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from dflash_train.commands.options import gpus_option, json_option, output_option, target_options, use_one_device
+from dflash_train.commands.options import json_option, one_gpu_option, output_option, target_options, use_one_device
 from dflash_train.commands.terminal import Paced, show
 
 
@@ -19,7 +19,7 @@ from dflash_train.commands.terminal import Paced, show
     help="checksums reads every byte; recompute runs the target again on a few samples.",
 )
 @target_options(required=False)
-@gpus_option
+@one_gpu_option
 @click.option("--num-samples", default=4, show_default=True, help="Samples to recompute.")
 @click.option(
     "--tolerance", default=0.05, show_default=True, help="Largest relative difference that recompute accepts."

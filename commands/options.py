@@ -62,6 +62,9 @@ gpus_option = click.option(
     metavar="LIST",
     help="GPUs as nvidia-smi numbers them, such as 0-4 or 5,7; or cpu, or cpu:3. Default: all.",
 )
+one_gpu_option = click.option(
+    "--gpus", metavar="LIST", help="One GPU as nvidia-smi numbers them, such as 0; or cpu. Default: the first."
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 output_option = click.option(
     "--output", type=click.Path(dir_okay=False, path_type=Path), help="Also write the JSON here."
