@@ -15,6 +15,7 @@ import torch
 from dflash_train.errors import InputError
 from dflash_train.stage2_drafter.checkpoint import newest_checkpoint, prune_checkpoints
 from dflash_train.stage2_drafter.config import TrainConfig
+from dflash_train.stage2_drafter.events import Progress, StepDone
 from dflash_train.stage2_drafter.preparation import check_resume, prepare_run
 from dflash_train.stage2_drafter.run_folder import read_ledger, rewind_metrics, run_lock, start_ledger
 
@@ -24,7 +25,7 @@ RANK_FUNCTION = f"{__name__}.train_rank"
 def train_rank(
     connection: Connection, config: TrainConfig, rank: int, world: int, device: str, rendezvous: str
 ) -> None:
-    """Body of one rank's process: ("line", text) and ("done", stopped) go up the pipe, "stop" comes down."""
+    """Body of one rank's process: ("line", text), ("step", StepDone), ("done", stopped) go up, "stop" comes down."""
     stop = threading.Event()  # nobody waits for it: the flag outlives the message
 
     def stop_requested() -> bool:
@@ -36,8 +37,11 @@ def train_rank(
     def report(line: str) -> None:
         connection.send(("line", line))
 
+    def progress(event: StepDone) -> None:
+        connection.send(("step", event))
+
     try:
-        connection.send(("done", run_rank(config, rank, world, device, rendezvous, report, stop_requested)))
+        connection.send(("done", run_rank(config, rank, world, device, rendezvous, report, stop_requested, progress)))
     except InputError as error:
         connection.send(("input_error", str(error)))
 
@@ -50,6 +54,7 @@ def run_rank(
     rendezvous: str,
     report: Callable[[str], None],
     stop_requested: Callable[[], bool],
+    progress: Progress = lambda event: None,
 ) -> bool:
     """Join the other ranks, agree on ledger and checkpoint, train; returns whether a stop signal ended it."""
     from dflash_train.stage2_drafter.trainer import Rank, Trainer
@@ -76,7 +81,7 @@ def run_rank(
         if world > 1:
             agreed = _broadcast_json(agreed, device)
         run = prepare_run(config, agreed["segments"])
-        trainer = Trainer(run, Rank(rank=rank, world=world, device=device), report, stop_requested)
+        trainer = Trainer(run, Rank(rank=rank, world=world, device=device), report, stop_requested, progress)
         checkpoint = check_resume(run)
         if (None if checkpoint is None else checkpoint.path.name) != agreed["checkpoint"]:
             raise InputError(

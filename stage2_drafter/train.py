@@ -28,6 +28,7 @@ from dflash_train.launch import (
 )
 from dflash_train.stage2_drafter.checkpoint import Checkpoint, newest_checkpoint
 from dflash_train.stage2_drafter.config import TrainConfig
+from dflash_train.stage2_drafter.events import Progress
 from dflash_train.stage2_drafter.preparation import PreparedRun, check_resume, prepare_run
 from dflash_train.stage2_drafter.rank import RANK_FUNCTION, run_rank
 from dflash_train.stage2_drafter.run_folder import check_disk_space, read_ledger, run_lock
@@ -58,15 +59,17 @@ class TrainResult:
     """Held-out evaluation recorded in that checkpoint."""
 
 
-def train(config: TrainConfig, report: Report = print) -> TrainResult:
+def train(config: TrainConfig, report: Report = print, progress: Progress = lambda event: None) -> TrainResult:
     """Train a drafter, or go on with the run in config.run; `report` gets one plain line at a time.
+
+    `progress` gets every step, where the first rank's parent (under torchrun, the first rank) calls.
 
     Raises InputError (and StoreError) for bad input, RankDied where a process died. A first SIGINT or SIGTERM stops
     after the step under way, with a checkpoint; a second SIGINT stops at once.
     """
     place = torchrun_place()
     if place is not None:
-        return _train_under_torchrun(config, place, report if place.rank == 0 else lambda line: None)
+        return _train_under_torchrun(config, place, report if place.rank == 0 else lambda line: None, progress)
     devices = parse_devices(config.devices)
     open_manifest(config.store)  # what is no store is refused before the run folder is made
     with run_lock(config.run):  # only to refuse early: the first rank holds it while it trains
@@ -77,14 +80,14 @@ def train(config: TrainConfig, report: Report = print) -> TrainResult:
         report(f"the run is complete at step {checkpoint.step}; give more --steps or --epochs to go on")
         return _result(config, run.total_steps, stopped=False)
     _describe(run, checkpoint, devices, report)
-    stopped = _follow(config, devices, report)
+    stopped = _follow(config, devices, report, progress)
     result = _result(config, run.total_steps, stopped)
     if stopped:
         report(f"stopped at step {result.step} of {result.total_steps}; run again to go on")
     return result
 
 
-def _follow(config: TrainConfig, devices: list[Device], report: Report) -> bool:
+def _follow(config: TrainConfig, devices: list[Device], report: Report, progress: Progress) -> bool:
     """Start the ranks and pass on what they say until all have ended; returns whether they were stopped."""
     world = len(devices)
     rendezvous = config.run.resolve() / f".rendezvous-{secrets.token_hex(4)}"
@@ -115,6 +118,8 @@ def _follow(config: TrainConfig, devices: list[Device], report: Report) -> bool:
                         _check_end(process, group)
                     elif message[0] == "line":
                         report(message[1])
+                    elif message[0] == "step":
+                        progress(message[1])
                     elif message[0] == "input_error":
                         raise InputError(message[1])
                     else:
@@ -164,13 +169,13 @@ def _stop_signal() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _train_under_torchrun(config: TrainConfig, place: TorchrunPlace, report: Report) -> TrainResult:
+def _train_under_torchrun(config: TrainConfig, place: TorchrunPlace, report: Report, progress: Progress) -> TrainResult:
     """Be one rank of those that torchrun started; the rendezvous is torchrun's."""
     import torch
 
     device = f"cuda:{place.local_rank}" if torch.cuda.is_available() else "cpu"
     with _stop_signal() as stop:
-        stopped = run_rank(config, place.rank, place.world, device, "env://", report, stop.is_set)
+        stopped = run_rank(config, place.rank, place.world, device, "env://", report, stop.is_set, progress)
     total = prepare_run(config, read_ledger(config.run)).total_steps
     result = _result(config, total, stopped)
     if stopped:

@@ -29,6 +29,7 @@ from dflash_train.stage2_drafter.checkpoint import (
 )
 from dflash_train.stage2_drafter.compiled import CompiledDrafter
 from dflash_train.stage2_drafter.drafter import Drafter
+from dflash_train.stage2_drafter.events import Progress, StepDone
 from dflash_train.stage2_drafter.loss import block_weights, dpace_weights, frozen_head_cross_entropy, weighted_loss
 from dflash_train.stage2_drafter.metrics import MetricsLog, StepNumbers, StepSums, format_evaluation, format_step
 from dflash_train.stage2_drafter.optimizer import (
@@ -58,14 +59,23 @@ class Rank:
 
 
 class Trainer:
-    """One rank. report gets one plain line at a time, on rank 0 alone; stop_requested is asked once a step."""
+    """One rank. report gets one plain line at a time, on rank 0 alone; stop_requested is asked once a step.
+
+    progress gets every step, on rank 0 alone.
+    """
 
     def __init__(
-        self, run: PreparedRun, rank: Rank, report: Callable[[str], None], stop_requested: Callable[[], bool]
+        self,
+        run: PreparedRun,
+        rank: Rank,
+        report: Callable[[str], None],
+        stop_requested: Callable[[], bool],
+        progress: Progress = lambda event: None,
     ) -> None:
         self.run, self.config, self.rank = run, run.config, rank
         self.report = report if rank.rank == 0 else lambda line: None
         self.stop_requested = stop_requested
+        self.progress = progress
         self.drafter = Drafter(run.drafter_config, seed=self.config.seed)
         self.compiled = CompiledDrafter(
             self.drafter, device=rank.device, row_tokens=self.config.row_tokens, num_anchors=self.config.anchors
@@ -151,9 +161,11 @@ class Trainer:
             if self.step == 0 < total:
                 self._evaluate_and_log(log)
             while self.step < total and not stopped:
+                began = time.perf_counter()
                 values, stopped = self._train_step(loader, rows)
                 if log is not None:
                     log.write("train", self.step, values)
+                    self.progress(StepDone(self.step, total, time.perf_counter() - began, values))
                 if self.step % config.log_every == 0 or self.step in (1, total):
                     self.report(format_step(self.step, total, values))
                 self.evaluation = None
