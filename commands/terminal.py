@@ -36,11 +36,12 @@ class Paced:
 def show(report: dict[str, Any], text: RenderableType, as_json: bool, output: Path | None) -> None:
     """Print a report as text or JSON on stdout, and write the JSON to `output` where that is given."""
     document = json.dumps(report, indent=2, ensure_ascii=False)
-    if output is not None:
-        output.write_text(document + "\n", encoding="utf-8")
     if as_json:
         click.echo(document)
     else:
         from rich.console import Console
 
         Console(highlight=False, soft_wrap=isinstance(text, str)).print(text, markup=not isinstance(text, str))
+    if output is not None:  # last, so that a result of hours is on the terminal even where this fails
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(document + "\n", encoding="utf-8")
