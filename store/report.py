@@ -7,6 +7,7 @@ a report on 30 TB takes seconds and less than a gigabyte.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from dflash_train.store.manifest import canonical_json, format_id
 from dflash_train.store.reader import StoreReader
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import RenderableType
 
 DRAW_SAMPLES = 64
@@ -49,15 +51,19 @@ def store_report(path: Path, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def feature_statistics(reader: StoreReader, seed: int) -> list[dict[str, Any]]:
-    """Measure each tapped layer over a seeded draw of tokens: raw h, and D^-1 h, what `fc` is trained on.
+@dataclass(frozen=True)
+class DrawnFeatures:
+    """Features of a draw of N tokens: scaled is D^-1 h [N, L, H], channel_scale is D [L, H], steps is s [N, L] of int8."""
 
-    outlier_share is the share of |D^-1 h| above 20 times the layer's median.
-    """
+    scaled: torch.Tensor
+    channel_scale: torch.Tensor
+    steps: torch.Tensor | None
+
+
+def draw_features(reader: StoreReader, seed: int) -> DrawnFeatures:
+    """Decode, in float32, at most DRAW_TOKENS tokens each of at most DRAW_SAMPLES samples of a store that has some."""
     import torch
 
-    if not len(reader.samples):
-        return []
     generator = np.random.default_rng(seed)
     features, scales = [], []
     for index in generator.permutation(len(reader.samples))[:DRAW_SAMPLES].tolist():
@@ -68,13 +74,25 @@ def feature_statistics(reader: StoreReader, seed: int) -> list[dict[str, Any]]:
     encoding, channel_scale = reader.encoding, torch.from_numpy(reader.channel_scale)
     stored = np.concatenate(features)
     bits = torch.from_numpy(stored.view(f"i{stored.itemsize}"))
-    stored_scales = torch.from_numpy(np.concatenate(scales)) if encoding.num_scales else None
-    decoded = encoding.decode(bits, stored_scales, channel_scale, torch.float32)
-    layers = (-1, encoding.num_layers, encoding.hidden_size)
+    steps = torch.from_numpy(np.concatenate(scales)) if encoding.num_scales else None
+    decoded = encoding.decode(bits, steps, channel_scale, torch.float32)
+    shape = (encoding.num_layers, encoding.hidden_size)
+    return DrawnFeatures(decoded.view(-1, *shape), channel_scale.view(shape), steps)
+
+
+def feature_statistics(reader: StoreReader, seed: int) -> list[dict[str, Any]]:
+    """Measure each tapped layer over a seeded draw of tokens: raw h, and D^-1 h, what `fc` is trained on.
+
+    outlier_share is the share of |D^-1 h| above 20 times the layer's median.
+    """
+    if not len(reader.samples):
+        return []
+    drawn = draw_features(reader, seed)
+    channel_scale = drawn.channel_scale
     statistics = []
     for number, layer in enumerate(reader.manifest.target_layer_ids):
-        scaled = decoded.view(layers)[:, number]
-        raw = scaled * channel_scale.view(layers[1:])[number]
+        scaled = drawn.scaled[:, number]
+        raw = scaled * channel_scale[number]
         median = scaled.abs().median()
         statistics.append(
             {
@@ -135,10 +153,12 @@ def find_sample(reader: StoreReader, prefix: str) -> int:
     matches = np.flatnonzero(reader.samples["id"] >> (64 - 4 * len(digits)) == int(digits, 16))
     if len(matches) == 1:
         return int(matches[0])
+    shown = reader.samples["id"][matches[:5] if len(matches) else slice(5)]
+    ids = ", ".join(map(format_id, map(int, shown)))
     if len(matches) == 0:
-        raise InputError(f"{reader.path} has no sample whose id begins with {digits}.")
-    shown = ", ".join(format_id(int(identity)) for identity in reader.samples["id"][matches[:5]])
-    raise InputError(f"{len(matches):,} samples of {reader.path} begin with {digits} ({shown}, …). Give more digits.")
+        raise InputError(f"{reader.path} has no sample whose id begins with {digits}; its first are {ids or 'none'}.")
+    more = ", …" if len(matches) > len(shown) else ""
+    raise InputError(f"{len(matches):,} samples of {reader.path} begin with {digits} ({ids}{more}). Give more digits.")
 
 
 def sample_report(reader: StoreReader, prefix: str) -> dict[str, Any]:
