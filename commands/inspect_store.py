@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from dflash_train.commands.options import json_option, one_gpu_option, output_option, target_options, use_one_device
-from dflash_train.commands.terminal import Paced, show
+from dflash_train.commands.terminal import Paced, say, show
 
 
 @click.command("inspect-store")
@@ -25,6 +25,11 @@ from dflash_train.commands.terminal import Paced, show
     "--tolerance", default=0.05, show_default=True, help="Largest relative difference that recompute accepts."
 )
 @click.option("--sample", "sample_id", metavar="ID", help="Decode one sample, by the first digits of its id.")
+@click.option(
+    "--plot",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Also draw lengths, supervised share, features and quantisation error, as PNG files in this folder.",
+)
 @json_option
 @output_option
 def inspect_store(
@@ -38,6 +43,7 @@ def inspect_store(
     num_samples: int,
     tolerance: float,
     sample_id: str | None,
+    plot: Path | None,
     as_json: bool,
     output: Path | None,
 ) -> None:
@@ -45,6 +51,8 @@ def inspect_store(
 
     Exit status 1 if it is not.
     """
+    if plot is not None and (verify is not None or sample_id is not None):
+        raise click.UsageError("--plot draws the whole store: give neither --verify nor --sample with it.")
     if verify == "recompute":
         if target is None:
             raise click.UsageError("--verify recompute runs the target again: give --target.")
@@ -89,4 +97,9 @@ def inspect_store(
     from dflash_train.store.report import format_report, store_report
 
     report = store_report(store)
+    if plot is not None:
+        from dflash_train.store.plots import plot_store
+
+        report["plots"] = [str(path) for path in plot_store(store, plot)]
+        say(f"drawn: {', '.join(report['plots'])}")
     show(report, format_report(report), as_json, output)
