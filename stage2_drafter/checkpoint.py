@@ -5,6 +5,7 @@
         trainer/masters.safetensors      fp32 parameters as trained (fc on D⁻¹h)
         trainer/optimizer.safetensors    AdamW's moments
         trainer/state.json               step, options, segment ids, versions, last evaluation
+        checksums.json                   size and crc32c of all of these, checked when one is read again
 
 A checkpoint is written under a temporary name, fsynced and renamed: a folder `step-…` is whole or absent. Tensors are
 streamed one by one, so saving needs one tensor of extra memory, not a second copy of 16 bytes a parameter.
@@ -23,6 +24,15 @@ import torch
 from torch import Tensor
 
 from dflash_train.errors import InputError
+from dflash_train.store.checksums import (
+    CHECKSUMS_NAME,
+    Checksum,
+    check_sum,
+    extend_crc,
+    format_checksums,
+    read_checksums,
+    sum_file,
+)
 from dflash_train.store.encoding import Encoding
 from dflash_train.store.files import Files, write_directory
 
@@ -69,18 +79,33 @@ class Checkpoint:
     step: int
 
     def state(self) -> TrainerState:
+        name = "trainer/state.json"
         try:
-            return TrainerState.from_json(json.loads((self.path / "trainer" / "state.json").read_text()))
-        except (OSError, ValueError, TypeError) as error:
+            check_file(self.path, name)
+            return TrainerState.from_json(json.loads((self.path / name).read_text()))
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             raise InputError(
                 f"{self.path} cannot be resumed from: {error}. Delete this folder to go on from the one before it."
             ) from error
 
     def masters(self) -> dict[str, Tensor]:
-        return _load(self.path / "trainer" / "masters.safetensors")
+        return self._load("trainer/masters.safetensors")
 
     def optimizer(self) -> dict[str, Tensor]:
-        return _load(self.path / "trainer" / "optimizer.safetensors")
+        return self._load("trainer/optimizer.safetensors")
+
+    def _load(self, name: str) -> dict[str, Tensor]:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            check_file(self.path, name)
+            tensors: dict[str, Tensor] = load_file(self.path / name)
+        except (OSError, SafetensorError, InputError) as error:
+            raise InputError(
+                f"{self.path / name} cannot be read: {error}. Delete {self.path} to go on from the checkpoint before it."
+            ) from error
+        return tensors
 
 
 def save_checkpoint(
@@ -101,18 +126,40 @@ def save_checkpoint(
     final = run / "checkpoints" / f"step-{state.step:08d}"
     if final.exists():
         return Checkpoint(path=final, step=state.step)
-    write_directory(
-        final,
-        {
-            "model.safetensors": safetensors_bytes(export_tensors(masters, encoding, channel_scale), {"format": "pt"}),
-            "config.json": _json_bytes(state.drafter),
-            "trainer/masters.safetensors": safetensors_bytes(masters),
-            "trainer/optimizer.safetensors": safetensors_bytes(optimizer),
-            "trainer/state.json": _json_bytes(state.to_json()),
-        },
-        files,
-    )
+    contents: dict[str, Iterable[bytes]] = {
+        "model.safetensors": safetensors_bytes(export_tensors(masters, encoding, channel_scale), {"format": "pt"}),
+        "config.json": [_json_bytes(state.drafter)],
+        "trainer/masters.safetensors": safetensors_bytes(masters),
+        "trainer/optimizer.safetensors": safetensors_bytes(optimizer),
+        "trainer/state.json": [_json_bytes(state.to_json())],
+    }
+    sums: dict[str, Checksum] = {}
+    summed = {name: _summed(name, parts, sums) for name, parts in contents.items()}
+    write_directory(final, {**summed, CHECKSUMS_NAME: _format_when_summed(sums)}, files)
     return Checkpoint(path=final, step=state.step)
+
+
+def _summed(name: str, parts: Iterable[bytes], sums: dict[str, Checksum]) -> Iterator[bytes]:
+    """The same parts, noting their checksum in `sums` as they are written."""
+    size, crc = 0, 0
+    for part in parts:
+        size, crc = size + len(part), extend_crc(crc, part)
+        sums[name] = Checksum(size, crc)
+        yield part
+
+
+def _format_when_summed(sums: Mapping[str, Checksum]) -> Iterator[bytes]:
+    """The checksums file; written last, when `sums` is complete."""
+    yield format_checksums(sums)
+
+
+def check_file(folder: Path, name: str) -> None:
+    """Raise StoreError unless a file is as this package wrote it; a folder without checksums.json passes.
+
+    Drafters of other programs have none, and a folder exported by hand may have lost it.
+    """
+    if (folder / CHECKSUMS_NAME).exists():
+        check_sum(folder, name, sum_file(folder / name, lambda num_bytes: None), read_checksums(folder))
 
 
 def export_tensors(masters: Mapping[str, Tensor], encoding: Encoding, channel_scale: Tensor) -> dict[str, Tensor]:
@@ -182,7 +229,8 @@ def evaluation_score(checkpoint: Checkpoint) -> float | None:
         evaluation = checkpoint.state().evaluation
     except InputError:
         return None
-    return None if evaluation is None else float(evaluation["acceptance_length"])
+    score = None if evaluation is None else evaluation["acceptance_length"]
+    return None if score is None else float(score)  # None as well where the loss was not finite
 
 
 def prune_checkpoints(run: Path, keep: int, files: Files | None = None) -> list[Checkpoint]:
@@ -226,19 +274,6 @@ def _remove(path: Path, files: Files) -> None:
     files.rename(path, trash)
     files.sync_directory(path.parent)  # or a power cut could bring the name back without its files
     files.remove_tree(trash)
-
-
-def _load(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        tensors: dict[str, Tensor] = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise InputError(
-            f"{path} cannot be read: {error}. Delete {path.parent.parent} to go on from the checkpoint before it."
-        ) from error
-    return tensors
 
 
 def _json_bytes(values: Mapping[str, Any]) -> bytes:

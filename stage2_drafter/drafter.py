@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dflash_train.errors import InputError
+from dflash_train.stage2_drafter.checkpoint import check_file
 from dflash_train.stage2_drafter.drafter_config import DrafterConfig
+from dflash_train.store.files import StoreError
 
 __all__ = ["Attend", "Drafter", "DrafterCache", "DrafterConfig", "DrafterLayer", "load_drafter"]
 
@@ -262,9 +264,10 @@ def load_drafter(folder: Path, dtype: torch.dtype | None = None) -> Drafter:
         if not (folder / name).is_file():
             raise InputError(f"{folder} has no {name}; give a folder with a drafter in z-lab's format.")
     try:
+        check_file(folder, "model.safetensors")
         config = DrafterConfig.from_json(json.loads((folder / "config.json").read_text(encoding="utf-8")))
         tensors = load_file(folder / "model.safetensors")
-    except (json.JSONDecodeError, SafetensorError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, SafetensorError, StoreError) as error:
         raise InputError(f"{folder} cannot be read as a drafter ({error}); copy or export it again.") from error
     drafter = Drafter(config, seed=None)
     wanted = {name: tuple(parameter.shape) for name, parameter in drafter.named_parameters()}

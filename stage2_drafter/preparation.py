@@ -18,6 +18,7 @@ from dflash_train.stage2_drafter.checkpoint import Checkpoint, newest_checkpoint
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.drafter_config import DrafterConfig
 from dflash_train.stage2_drafter.rows import HoldoutRows, RowSchedule, check_lengths, split_holdout
+from dflash_train.stage2_drafter.run_folder import read_ledger
 from dflash_train.store.manifest import Manifest
 from dflash_train.store.reader import StoreReader
 
@@ -64,6 +65,14 @@ def prepare_run(config: TrainConfig, segments: Sequence[str] | None = None) -> P
     )
 
 
+def planned_segments(run: Path) -> list[str] | None:
+    """The segment ids that a run trains on: its ledger's, else its newest checkpoint's, None for a new run."""
+    segments = read_ledger(run)
+    if segments is None and (checkpoint := newest_checkpoint(run)) is not None:
+        return checkpoint.state().segments
+    return segments
+
+
 def check_resume(run: PreparedRun) -> Checkpoint | None:
     """The checkpoint that the run goes on from; raises InputError naming every option or store field that changed."""
     checkpoint = newest_checkpoint(run.config.run)
@@ -72,6 +81,11 @@ def check_resume(run: PreparedRun) -> Checkpoint | None:
     state = checkpoint.state()
     differences = run.config.changes(state.config)
     differences += Manifest.from_json(state.store).differences(run.reader.manifest)
+    if state.segments != run.reader.segment_ids:
+        differences.append(
+            f"the ledger lists {len(run.reader.segment_ids)} segments, the checkpoint {len(state.segments)}, and not the "
+            f"same (delete {run.config.run / 'ledger.jsonl'} to take the checkpoint's)"
+        )
     drafter = run.drafter_config.to_json()
     differences += [
         f"{name} of the drafter is {drafter.get(name)}, the checkpoint has {value}"

@@ -16,7 +16,7 @@ from dflash_train.errors import InputError
 from dflash_train.stage2_drafter.checkpoint import newest_checkpoint, prune_checkpoints
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.events import Progress, StepDone
-from dflash_train.stage2_drafter.preparation import check_resume, prepare_run
+from dflash_train.stage2_drafter.preparation import check_resume, planned_segments, prepare_run
 from dflash_train.stage2_drafter.run_folder import read_ledger, rewind_metrics, run_lock, start_ledger
 
 RANK_FUNCTION = f"{__name__}.train_rank"
@@ -72,9 +72,10 @@ def run_rank(
         agreed: dict[str, Any] = {}
         if rank == 0:
             prune_checkpoints(config.run, config.keep)
-            segments = read_ledger(config.run)
+            segments = planned_segments(config.run)
             if segments is None:
                 segments = prepare_run(config).reader.segment_ids
+            if read_ledger(config.run) is None:
                 start_ledger(config.run, segments)
             newest = newest_checkpoint(config.run)
             agreed = {"segments": segments, "checkpoint": None if newest is None else newest.path.name}

@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,46 +46,80 @@ def run_lock(run: Path) -> Iterator[None]:
 
 def read_ledger(run: Path) -> list[str] | None:
     """The segment ids that this run trains on, None before its first start. An unfinished last line is ignored."""
-    path = run / "ledger.jsonl"
-    if not path.exists():
+    entries = _read_lines(run / "ledger.jsonl", _is_ledger_entry)
+    if entries == []:
+        raise InputError(
+            f"{run / 'ledger.jsonl'} lists no segments, but the run trains on those it lists. Delete the file to take "
+            "the list of the newest checkpoint."
+        )
+    return None if entries is None else list(entries[-1]["segments"])
+
+
+def _is_ledger_entry(entry: Any) -> bool:
+    segments = entry.get("segments") if isinstance(entry, dict) else None
+    return isinstance(segments, list) and all(isinstance(segment, str) for segment in segments)
+
+
+def _is_metrics_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and type(entry.get("step")) is int and "kind" in entry
+
+
+def _read_lines(path: Path, fits: Callable[[Any], bool]) -> list[dict[str, Any]] | None:
+    """The JSON lines of a file without an unfinished last one, None without the file; raises InputError for others."""
+    try:
+        *lines, _unfinished = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
         return None
-    segments: list[str] | None = None
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            segments = [str(segment) for segment in json.loads(line)["segments"]]
-    return segments
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}. Make it a readable file, or remove it.") from error
+    entries = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            entry = None
+        if not fits(entry):
+            raise InputError(
+                f"{path}, line {number}, is damaged: found {line[:60].decode(errors='replace')!r}, wanted a line that "
+                "the trainer wrote. Restore the file, or move it away to go on without it."
+            )
+        entries.append(entry)
+    return entries
 
 
 def start_ledger(run: Path, segments: Sequence[str], files: Files | None = None) -> None:
     """Write the ledger of a new run, durable before anything is trained on."""
-    files = files or Files()
-    temporary = run / ".tmp-ledger"
+    entry = {"step": 0, "segments": list(segments)}
+    _replace(run / "ledger.jsonl", json.dumps(entry) + "\n", files or Files())
+
+
+def _replace(path: Path, text: str, files: Files) -> None:
+    """Write a small file whole and durably, in place of an older one."""
+    temporary = path.with_name(f".tmp-{path.stem}")
     files.remove_tree(temporary)
-    files.write_file(temporary, (json.dumps({"step": 0, "segments": list(segments)}) + "\n").encode())
-    files.rename(temporary, run / "ledger.jsonl")
-    files.sync_directory(run)
+    files.write_file(temporary, text.encode())
+    files.rename(temporary, path)
+    files.sync_directory(path.parent)
 
 
 def rewind_metrics(run: Path, step: int) -> None:
-    """Drop the metrics of steps after `step`, which a resumed run takes again, and an unfinished last line."""
+    """Drop the metrics that a run resumed at `step` writes again, and an unfinished last line.
+
+    Those are all after `step`; a run at step 0 also repeats its first evaluation. Damaged lines raise InputError: what
+    cannot be read must not be thrown away.
+    """
     path = run / "metrics.jsonl"
-    if not path.exists():
+    entries = _read_lines(path, _is_metrics_entry)
+    if entries is None:
         return
-    kept = []
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-    temporary = run / ".tmp-metrics"
-    temporary.write_text("".join(f"{line}\n" for line in kept))
-    temporary.replace(path)
+    kept = [entry for entry in entries if 0 < step >= entry["step"]]
+    _replace(path, "".join(f"{json.dumps(entry)}\n" for entry in kept), Files())
 
 
 def read_metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:
     """The lines of run/metrics.jsonl of one kind, `train` or `evaluation`."""
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [entry for entry in map(json.loads, lines) if entry["kind"] == kind]
+    entries = _read_lines(run / "metrics.jsonl", _is_metrics_entry) or []
+    return [entry for entry in entries if entry["kind"] == kind]
 
 
 def check_disk_space(run: Path, num_parameters: int, keep: int) -> None:

@@ -29,9 +29,9 @@ from dflash_train.launch import (
 from dflash_train.stage2_drafter.checkpoint import Checkpoint, newest_checkpoint
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.events import Progress
-from dflash_train.stage2_drafter.preparation import PreparedRun, check_resume, prepare_run
+from dflash_train.stage2_drafter.preparation import PreparedRun, check_resume, planned_segments, prepare_run
 from dflash_train.stage2_drafter.rank import RANK_FUNCTION, run_rank
-from dflash_train.stage2_drafter.run_folder import check_disk_space, read_ledger, run_lock
+from dflash_train.stage2_drafter.run_folder import check_disk_space, run_lock
 from dflash_train.store.opened import list_segments
 from dflash_train.store.reader import open_manifest
 
@@ -73,7 +73,7 @@ def train(config: TrainConfig, report: Report = print, progress: Progress = lamb
     devices = parse_devices(config.devices)
     open_manifest(config.store)  # what is no store is refused before the run folder is made
     with run_lock(config.run):  # only to refuse early: the first rank holds it while it trains
-        run = prepare_run(config, read_ledger(config.run))
+        run = prepare_run(config, planned_segments(config.run))
         checkpoint = check_resume(run)
         check_disk_space(config.run, _num_parameters(run), config.keep)
     if checkpoint is not None and checkpoint.step >= run.total_steps:
@@ -176,7 +176,7 @@ def _train_under_torchrun(config: TrainConfig, place: TorchrunPlace, report: Rep
     device = f"cuda:{place.local_rank}" if torch.cuda.is_available() else "cpu"
     with _stop_signal() as stop:
         stopped = run_rank(config, place.rank, place.world, device, "env://", report, stop.is_set, progress)
-    total = prepare_run(config, read_ledger(config.run)).total_steps
+    total = prepare_run(config, planned_segments(config.run)).total_steps
     result = _result(config, total, stopped)
     if stopped:
         report(f"stopped at step {result.step} of {result.total_steps}; run again to go on")

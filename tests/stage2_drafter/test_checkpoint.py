@@ -1,6 +1,7 @@
 """What a checkpoint holds, and that no crash leaves half of one."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ def test_checkpoint_holds_the_drafter_and_nothing_frozen(tmp_path: Path, drafter
     folder = tmp_path / "checkpoints" / "step-00000003"
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     names = ["masters.safetensors", "optimizer.safetensors", "state.json"]
-    assert files == ["config.json", "model.safetensors", *(f"trainer/{name}" for name in names)]
+    assert files == ["checksums.json", "config.json", "model.safetensors", *(f"trainer/{name}" for name in names)]
     tensors = load_file(folder / "model.safetensors")
     assert set(tensors) == {name for name, _ in drafter.named_parameters()}
     assert not any("embed" in name or "lm_head" in name for name in tensors)
@@ -161,6 +162,35 @@ def test_damaged_state_names_the_folder_and_the_way_out(tmp_path: Path, drafter:
     (checkpoint.path / "trainer" / "masters.safetensors").write_bytes(b"short")
     with pytest.raises(InputError, match="masters.safetensors cannot be read"):
         checkpoint.masters()
+    (checkpoint.path / "checksums.json").unlink()
+    for text in ("[1]", "null", "{}"):
+        (checkpoint.path / "trainer" / "state.json").write_text(text)
+        with pytest.raises(InputError, match="step-00000001 cannot be resumed from.*Delete this folder"):
+            checkpoint.state()
+
+
+@pytest.mark.parametrize("name", ["model", "trainer/masters", "trainer/optimizer"])
+def test_one_flipped_bit_of_a_tensor_is_refused(tmp_path: Path, drafter: Drafter, name: str) -> None:
+    save(tmp_path, drafter, 1)
+    checkpoint = list_checkpoints(tmp_path)[0]
+    path = checkpoint.path / f"{name}.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(InputError, match=r"cannot be read.*has crc32c .*it is damaged"):
+        {"model": lambda: load_drafter(checkpoint.path), "trainer/masters": checkpoint.masters}.get(
+            name, checkpoint.optimizer
+        )()
+
+
+def test_evaluation_that_was_not_finite_has_no_score(tmp_path: Path, drafter: Drafter) -> None:
+    save(tmp_path, drafter, 1, 1.5)
+    save(tmp_path, drafter, 2, math.nan)
+    state = tmp_path / "checkpoints" / "step-00000002" / "trainer" / "state.json"
+    state.write_text(state.read_text().replace("NaN", "null"))
+    (state.parent.parent / "checksums.json").unlink()
+    best = best_checkpoint(tmp_path)
+    assert best is not None and best.step == 1
 
 
 class Crash(BaseException):
@@ -274,3 +304,28 @@ def test_rewinding_drops_later_steps_and_a_torn_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"kind": "tr')
     rewind_metrics(tmp_path, 3)
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines[:3]
+    rewind_metrics(tmp_path, 0)
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_rewinding_to_the_start_drops_the_first_evaluation_which_is_repeated(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "evaluation", "step": 0}\n')
+    rewind_metrics(tmp_path, 0)
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize("damage", [b"\xff\xfe", b"[1, 2]", b"null", b"{}", b'{"step": "x"}', b"[" * 100_000])
+def test_damaged_lines_are_named_and_nothing_is_thrown_away(tmp_path: Path, damage: bytes) -> None:
+    for name, read in (("metrics", lambda run: rewind_metrics(run, 1)), ("ledger", read_ledger)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_bytes(b'{"kind": "train", "step": 1, "segments": ["a"]}\n' + damage + b"\n")
+        before = path.read_bytes()
+        with pytest.raises(InputError, match=rf"{name}\.jsonl, line 2, is damaged: found .*move it away"):
+            read(tmp_path)
+        assert path.read_bytes() == before
+
+
+def test_ledger_without_a_line_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "ledger.jsonl").write_bytes(b"")
+    with pytest.raises(InputError, match=r"lists no segments.*Delete the file"):
+        read_ledger(tmp_path)

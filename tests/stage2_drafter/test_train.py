@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from dflash_train.stage2_drafter.rank import run_rank
 from dflash_train.stage2_drafter.run_folder import read_ledger, read_metrics
 from dflash_train.stage2_drafter.train import RankDied, train
 from dflash_train.stage2_drafter.trainer import Rank, Trainer
+from dflash_train.store.reader import StoreReader
 from dflash_train.store.segment import SegmentWriter
 
 MakeConfig = Callable[..., TrainConfig]
@@ -327,6 +330,31 @@ def test_store_that_grew_changes_nothing(make_store: MakeStore, make_train_confi
     result = train(make_train_config(config.store, steps=3), report=lines.append)
     assert result.step == 3
     assert any(line.startswith("1 segments came into the store after this run began") for line in lines)
+
+
+def test_lost_ledger_is_taken_from_the_checkpoint_and_a_changed_one_refused(
+    make_store: MakeStore, make_train_config: MakeConfig
+) -> None:
+    config = make_train_config(make_store(), steps=1)
+    run_here(config)
+    ledger = config.run / "ledger.jsonl"
+    segments = read_ledger(config.run)
+    assert segments is not None
+    ledger.unlink()
+    run_here(config)
+    assert read_ledger(config.run) == segments
+    with pytest.raises(InputError, match=r"cannot be resumed .* the ledger lists 0 segments, the checkpoint \d"):
+        check_resume(replace(prepare_run(config), reader=StoreReader(config.store, segments=())))
+
+
+def test_killed_before_its_first_checkpoint_a_run_logs_its_first_evaluation_once(
+    make_store: MakeStore, make_train_config: MakeConfig
+) -> None:
+    config = make_train_config(make_store(), steps=1, holdout=0.5)
+    run_here(config)
+    shutil.rmtree(config.run / "checkpoints")
+    run_here(config)
+    assert [line["step"] for line in read_metrics(config.run, "evaluation")] == [0, 1]
 
 
 def test_finished_run_says_so(make_store: MakeStore, make_train_config: MakeConfig) -> None:
