@@ -42,11 +42,25 @@ class Progress:
 
     def line(self) -> str:
         """The progress as text."""
+        left = f", {format_duration(self.hours_left * 3600)} left" if self.num_samples < self.num_pending else ""
         return (
             f"{self.num_samples:,} of {self.num_pending:,} samples run ({self.num_committed:,} committed), "
-            f"{self.num_tokens:,} tokens, {self.tokens_per_second:,.0f} tokens/s on {self.num_workers} workers, "
-            f"{self.hours_left:.2f} h left"
+            f"{self.num_tokens:,} tokens, {self.tokens_per_second:,.0f} tokens/s on "
+            f"{format_count(self.num_workers, 'worker')}{left}"
         )
+
+
+def format_duration(seconds: float) -> str:
+    """«40 s», «12 min», «3 h 05 min»."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60:,} h {minutes % 60:02} min"
+
+
+def format_count(count: int, noun: str) -> str:
+    """«1 worker», «1,000 workers»."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 Event = Tokenising | Note | Forecast | Progress

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from dflash_train.launch import parse_devices, start_processes
-from dflash_train.stage1_target.events import Event, Note, Progress, Report, Tokenising
+from dflash_train.stage1_target.events import Event, Note, Progress, Report, Tokenising, format_count
 from dflash_train.stage1_target.extract_config import ExtractConfig
 from dflash_train.stage1_target.forecast import Forecast
 from dflash_train.stage1_target.preparation import open_if_there, prepare, segment_attributes, stored_indices
@@ -94,7 +94,7 @@ def extract(config: ExtractConfig, report: Report | None = None) -> ExtractResul
             "table_path": prepared.table.path,
             "attributes": segment_attributes(prepared),
         }
-        report(Note(f"starting {len(devices)} workers; their logs are in {logs}"))
+        report(Note(f"{format_count(len(devices), 'worker')} will load the target; logs are in {logs}"))
         with (
             _stop_signals() as stop,
             start_processes(

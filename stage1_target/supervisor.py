@@ -51,6 +51,8 @@ class Supervisor:
         while not (self._finished or self._stop.is_set() or self._fatal) and self._group.running:
             self._send()
             self._handle(self._group.wait(0.2))
+        if self._stop.is_set():
+            self._report(Note("stopping: what has run is committed first; Ctrl-C once more to drop it"))
         for process in self._group.running:
             process.send(messages.Finish())
         while self._group.running:
@@ -74,6 +76,7 @@ class Supervisor:
             self._loaded.clear()
         elif self._creator is None and self._loaded:
             self._creator = self._loaded.pop(0)
+            self._report(Note("the target is loaded; measuring the channel scale and creating the store"))
             self._creator.send(messages.Create())
         for process in self._ready:
             if self._entries and self._entries_at is None:
@@ -108,7 +111,7 @@ class Supervisor:
                     self._fatal = self._fatal or error
         if self._ran:
             progress = self._progress()
-            if events:
+            if any(isinstance(message, messages.Ran | messages.Committed) for _process, message in events):
                 self._report(progress)
             if time.monotonic() - self._reported >= REPORT_SECONDS:
                 self._reported = time.monotonic()
