@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ class Forecast:
     num_duplicates: int
     num_truncated: int
     num_quarantined: int
+    quarantine_reasons: dict[str, int]
+    """Reason → rows, the commonest first."""
     counts_all_tokens: bool
     """Plain text, where the loss counts every token."""
     num_pending: int
@@ -64,6 +67,9 @@ class Forecast:
             f"bytes per token: {encodings}; this store: {self.encoding}",
             f"{pending}; padding {self.padding_share:.1%}",
         ]
+        if self.quarantine_reasons:
+            reasons = ", ".join(f"{count:,} × {reason}" for reason, count in self.quarantine_reasons.items())
+            lines.insert(1, f"quarantined: {reasons}")
         if self.counts_all_tokens:
             lines.insert(1, "plain text: the loss counts every token")
         return lines
@@ -112,6 +118,7 @@ def make_forecast(
         num_duplicates=table.num_duplicates,
         num_truncated=table.num_truncated,
         num_quarantined=len(table.quarantined),
+        quarantine_reasons=dict(Counter(str(entry["reason"]) for entry in table.quarantined).most_common()),
         counts_all_tokens=table.counts_all_tokens,
         num_pending=len(pending),
         num_pending_tokens=num_pending_tokens,

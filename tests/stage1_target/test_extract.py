@@ -159,6 +159,7 @@ def test_dry_run_forecasts_and_writes_nothing(config: ExtractConfig) -> None:
     assert forecast.needed_bytes >= forecast.num_tokens * 133
     text = "\n".join(forecast.lines())
     assert "120 samples of 123 rows (1 duplicates, 2 quarantined, 0 cut)" in text and "bf16 133, int8 77" in text
+    assert "\nquarantined: " in text and sum(forecast.quarantine_reasons.values()) == 2
 
 
 def test_a_store_that_does_not_fit_is_refused_before_any_work(
