@@ -1,0 +1,38 @@
+"""`dflash stop`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from dflash_train.runs import ask_to_stop, find_state, read_state, tail
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--timeout", default=600.0, show_default=True, help="Seconds to wait for the end.")
+def stop(folder: Path, timeout: float) -> None:
+    """Ask an extract or a training run to save and end, and wait until it has.
+
+    FOLDER is the --store of an extract or the --run of a train-drafter. Run their command again to go on.
+    """
+    path = find_state(folder)
+    state = read_state(path)
+    verdict, reason = state.verdict()
+    if verdict != "running":
+        click.echo(
+            f"nothing to stop: the run has {verdict}{f' ({reason})' if reason else ''}".replace("has died", "died")
+        )
+        return
+    if not ask_to_stop(state, timeout):
+        raise click.ClickException(
+            f"Process {state.process.pid} has been asked to stop but still runs after {timeout:.0f} s. Wait for it with "
+            f"`dflash status`, or kill it (kill -9 {state.process.pid}): that loses what is not saved yet."
+        )
+    state = read_state(path)
+    verdict, reason = state.verdict()
+    if verdict in ("failed", "died"):
+        lines = "".join(f"\n  {line}" for line in tail(state))
+        raise click.ClickException(f"The run {verdict} while it stopped: {reason}{lines}")
+    click.echo(f"{verdict}: {state.message}")
