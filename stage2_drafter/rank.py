@@ -92,7 +92,7 @@ def run_rank(
         if checkpoint is not None:
             trainer.restore(checkpoint)
         if rank == 0:
-            rewind_metrics(config.run, trainer.step)
+            rewind_metrics(config.run, trainer.step, evaluated=trainer.evaluation is not None)
         stopped = trainer.train()
         if world > 1:
             torch.distributed.barrier()  # nobody leaves the group while rank 0 still saves

@@ -102,17 +102,21 @@ def _replace(path: Path, text: str, files: Files) -> None:
     files.sync_directory(path.parent)
 
 
-def rewind_metrics(run: Path, step: int) -> None:
+def rewind_metrics(run: Path, step: int, evaluated: bool) -> None:
     """Drop the metrics that a run resumed at `step` writes again, and an unfinished last line.
 
-    Those are all after `step`; a run at step 0 also repeats its first evaluation. Damaged lines raise InputError: what
+    Those are all after `step`, and its evaluation where the checkpoint has none. Damaged lines raise InputError: what
     cannot be read must not be thrown away.
     """
     path = run / "metrics.jsonl"
     entries = _read_lines(path, _is_metrics_entry)
     if entries is None:
         return
-    kept = [entry for entry in entries if 0 < step >= entry["step"]]
+    kept = [
+        entry
+        for entry in entries
+        if entry["step"] < step or (entry["step"] == step and (evaluated or entry["kind"] != "evaluation"))
+    ]
     _replace(path, "".join(f"{json.dumps(entry)}\n" for entry in kept), Files())
 
 

@@ -113,7 +113,7 @@ class Trainer:
         """Go on from a checkpoint: masters, moments and the step; everything random follows from these."""
         load_masters(self.named, checkpoint.masters(), checkpoint.path)
         load_optimizer_tensors(self.optimizer, self.named, checkpoint.optimizer())
-        self.step = checkpoint.step
+        self.step, self.evaluation = checkpoint.step, checkpoint.state().evaluation
 
     def save(self) -> Checkpoint | None:
         """Write a checkpoint and drop old ones, on rank 0; the others go on and wait at the next step's all-reduce."""
@@ -158,7 +158,7 @@ class Trainer:
             if self.rank.rank == 0:
                 log = stack.enter_context(contextlib.closing(MetricsLog(config.run, self.step)))
             rows = iter(loader)
-            if self.step == 0 < total:
+            if self.step < total and self.evaluation is None and self._evaluation_due():  # a stop may have come between
                 self._evaluate_and_log(log)
             while self.step < total and not stopped:
                 began = time.perf_counter()
@@ -169,10 +169,9 @@ class Trainer:
                 if self.step % config.log_every == 0 or self.step in (1, total):
                     self.report(format_step(self.step, total, values))
                 self.evaluation = None
-                saving = self.step == total or self.step % config.save_every == 0
-                if not stopped and (saving or self.step % config.evaluate_every == 0):
+                if self._evaluation_due() and (self.step == total or not stopped):
                     self._evaluate_and_log(log)
-                if saving or stopped:
+                if stopped or self._saving_due():
                     self.save()
                     saved = self.step
         if saved != self.step:  # no step was taken: the untrained drafter
@@ -299,6 +298,12 @@ class Trainer:
             self.report(format_evaluation(self.step, self.evaluation))
 
     # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _saving_due(self) -> bool:
+        return self.step == self.run.total_steps or self.step % self.config.save_every == 0
+
+    def _evaluation_due(self) -> bool:
+        return self.step == 0 or self._saving_due() or self.step % self.config.evaluate_every == 0
 
     def _keys(self) -> Iterator[RowKey | None]:
         for step in range(self.step, self.run.total_steps):

@@ -302,21 +302,24 @@ def test_ledger_survives_a_torn_line(tmp_path: Path) -> None:
 def test_rewinding_drops_later_steps_and_a_torn_line(tmp_path: Path) -> None:
     lines = [json.dumps({"kind": "train", "step": step}) for step in range(1, 6)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"kind": "tr')
-    rewind_metrics(tmp_path, 3)
+    rewind_metrics(tmp_path, 3, evaluated=False)
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines[:3]
-    rewind_metrics(tmp_path, 0)
+    rewind_metrics(tmp_path, 0, evaluated=False)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
-def test_rewinding_to_the_start_drops_the_first_evaluation_which_is_repeated(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "evaluation", "step": 0}\n')
-    rewind_metrics(tmp_path, 0)
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
+def test_rewinding_drops_an_evaluation_that_the_checkpoint_lacks(tmp_path: Path) -> None:
+    lines = [json.dumps({"kind": kind, "step": 2}) for kind in ("train", "evaluation")]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    rewind_metrics(tmp_path, 2, evaluated=True)
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines
+    rewind_metrics(tmp_path, 2, evaluated=False)
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines[:1]
 
 
 @pytest.mark.parametrize("damage", [b"\xff\xfe", b"[1, 2]", b"null", b"{}", b'{"step": "x"}', b"[" * 100_000])
 def test_damaged_lines_are_named_and_nothing_is_thrown_away(tmp_path: Path, damage: bytes) -> None:
-    for name, read in (("metrics", lambda run: rewind_metrics(run, 1)), ("ledger", read_ledger)):
+    for name, read in (("metrics", lambda run: rewind_metrics(run, 1, True)), ("ledger", read_ledger)):
         path = tmp_path / f"{name}.jsonl"
         path.write_bytes(b'{"kind": "train", "step": 1, "segments": ["a"]}\n' + damage + b"\n")
         before = path.read_bytes()

@@ -347,6 +347,15 @@ def test_lost_ledger_is_taken_from_the_checkpoint_and_a_changed_one_refused(
         check_resume(replace(prepare_run(config), reader=StoreReader(config.store, segments=())))
 
 
+def test_stop_at_an_evaluation_puts_it_off_and_one_at_the_last_step_does_not(
+    make_store: MakeStore, make_train_config: MakeConfig
+) -> None:
+    config = make_train_config(make_store(), steps=3, holdout=0.5, evaluate_every=2)
+    run_here(config, stop_after=2)
+    run_here(config, stop_after=1)
+    assert [line["step"] for line in read_metrics(config.run, "evaluation")] == [0, 2, 3]
+
+
 def test_killed_before_its_first_checkpoint_a_run_logs_its_first_evaluation_once(
     make_store: MakeStore, make_train_config: MakeConfig
 ) -> None:
