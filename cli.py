@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from dflash_train.commands.recipe import with_recipe
+from dflash_train.commands.terminal import Failure
 from dflash_train.errors import InputError
 
 COMMANDS = ("preflight", "extract", "inspect-store", "train-drafter", "evaluate", "status", "stop", "logs")
@@ -57,7 +58,7 @@ class Group(click.Group):
         except Exception as error:
             if ctx.params.get("debug"):
                 click.echo(traceback.format_exc(), err=True, nl=False)
-            raise click.ClickException(_describe(error, ctx)) from error
+            raise Failure(_describe(error, ctx)) from error
 
 
 def _describe(error: Exception, ctx: click.Context) -> str:

@@ -18,7 +18,7 @@ from dflash_train.commands.options import (
     use_one_device,
 )
 from dflash_train.commands.recipe import write_recipe
-from dflash_train.commands.terminal import Paced, show
+from dflash_train.commands.terminal import Terminal, progress_options, show
 
 
 @click.command()
@@ -34,6 +34,7 @@ from dflash_train.commands.terminal import Paced, show
 @click.option("--plain/--no-plain", "compare_plain", default=True, help="Decode without the drafter too, and compare.")
 @json_option
 @output_option
+@progress_options
 def evaluate(
     target: str,
     revision: str | None,
@@ -54,6 +55,7 @@ def evaluate(
     on. Exit status 1 if the output differs from plain greedy decoding by more than rounding explains.
     """
     torch_device = use_one_device(gpus)
+    from dflash_train.commands.display import EvaluateView
     from dflash_train.speculate.evaluate import EvaluateConfig, format_evaluation
     from dflash_train.speculate.evaluate import evaluate as run
     from dflash_train.stage1_target.target import TargetConfig
@@ -67,8 +69,9 @@ def evaluate(
         device=torch_device,
         **fields,
     )
-    paced = Paced()
-    result = run(config, lambda done, total: paced(f"{done:,} of {total:,} prompts decoded", done == total))
+    with Terminal(EvaluateView()) as terminal:
+        terminal.report(f"loading {target}")
+        result = run(config, terminal.report)
     show(result, format_evaluation(result), as_json, output)
     if output is not None:
         write_recipe(click.get_current_context(), output.with_suffix(".recipe.toml"))

@@ -8,15 +8,19 @@ from typing import Any
 
 import click
 
+from dflash_train.commands.detach import current_recorder, detachable, recorded_extract
 from dflash_train.commands.options import (
+    allow_busy_gpus_option,
     chat_template_arguments_of,
     data_options,
     gpus_option,
     layer_ids_of,
     target_options,
 )
+from dflash_train.commands.preflight import check_start
 from dflash_train.commands.recipe import write_recipe
-from dflash_train.commands.terminal import Paced, say
+from dflash_train.commands.terminal import Terminal, fail, progress_options
+from dflash_train.runs import logs_folder
 
 
 @click.command()
@@ -26,6 +30,7 @@ from dflash_train.commands.terminal import Paced, say
     "--store", required=True, type=click.Path(path_type=Path), help="Folder of the store; filled up if it is there."
 )
 @gpus_option
+@allow_busy_gpus_option
 @click.option(
     "--encoding",
     type=click.Choice(["bf16", "int8"]),
@@ -58,6 +63,8 @@ from dflash_train.commands.terminal import Paced, say
 @click.option(
     "--dry-run", is_flag=True, help="Forecast samples, tokens and size, and stop before the target is loaded."
 )
+@progress_options
+@detachable(lambda given: (logs_folder(given["store"]), given["log_folder"] or logs_folder(given["store"])))
 def extract(
     target: str,
     revision: str | None,
@@ -67,6 +74,7 @@ def extract(
     split: str,
     chat_template_arguments: str,
     gpus: str | None,
+    allow_busy_gpus: bool,
     target_layers: str | None,
     max_tokens: int,
     max_samples: int | None,
@@ -76,7 +84,15 @@ def extract(
 
     Run the same command again, with any number of GPUs, to go on after a stop or a kill: it stores what is missing.
     """
-    from dflash_train.stage1_target.extract import ExtractConfig, Progress, Tokenising
+    target_layer_ids, template_arguments = (
+        layer_ids_of(target_layers),
+        chat_template_arguments_of(chat_template_arguments),
+    )
+    if not fields["dry_run"]:
+        check_start(gpus=gpus, store=fields["store"], target=target, revision=revision, allow_busy_gpus=allow_busy_gpus)
+    from dflash_train.commands.display import ExtractView
+    from dflash_train.stage1_target.events import Event, format_duration
+    from dflash_train.stage1_target.extract import ExtractConfig
     from dflash_train.stage1_target.extract import extract as run
     from dflash_train.stage1_target.forecast import Forecast
     from dflash_train.stage1_target.samples import DataConfig
@@ -89,30 +105,27 @@ def extract(
             split=split,
             max_tokens=max_tokens,
             max_samples=max_samples,
-            chat_template_arguments=chat_template_arguments_of(chat_template_arguments),
+            chat_template_arguments=template_arguments,
         ),
         devices=gpus,
-        target_layer_ids=layer_ids_of(target_layers),
+        target_layer_ids=target_layer_ids,
         **fields,
     )
-    paced, context = Paced(), click.get_current_context()
+    context, view = click.get_current_context(), ExtractView()
 
-    def report(event: Any) -> None:
-        if isinstance(event, Tokenising):
-            paced(f"tokenising: {event.num_done:,} of {event.num_rows or '?':,} rows", event.num_done == event.num_rows)
-        elif isinstance(event, Forecast):
-            if not config.dry_run:
+    with Terminal(view) as terminal:
+
+        def report(event: Event) -> None:
+            if isinstance(event, Forecast) and not config.dry_run:
                 write_recipe(context, config.store.with_name(f"{config.store.name}.recipe.toml"))
-            for line in event.lines():
-                say(line)
-        elif isinstance(event, Progress):
-            paced(event.line(), event.num_committed == event.num_pending)
-        else:
-            say(event.text)
+            terminal.report(event)
 
-    result = run(config, report)
+        result = run(config, report if config.dry_run else recorded_extract(report))
     for failure in result.failures:
-        click.echo(f"Error: {failure}", err=True)
-    speed = f" ({result.num_new_tokens:,} tokens in {result.seconds:.0f} s)" if result.num_new_tokens else ""
+        fail(failure)
+    speed = f" ({result.num_new_tokens:,} tokens in {format_duration(result.seconds)})" if result.num_new_tokens else ""
     click.echo(f"{result.message}{speed}")
+    if not config.dry_run:
+        outcome = "finished" if result.outcome == "nothing to do" else result.outcome
+        current_recorder().end(outcome, result.message, error="; ".join(result.failures) or None)
     sys.exit(result.exit_status)

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from dflash_train.commands.options import json_option, one_gpu_option, output_option, target_options, use_one_device
-from dflash_train.commands.terminal import Paced, say, show
+from dflash_train.commands.terminal import Terminal, progress_options, say, show
 
 
 @click.command("inspect-store")
@@ -32,6 +32,7 @@ from dflash_train.commands.terminal import Paced, say, show
 )
 @json_option
 @output_option
+@progress_options
 def inspect_store(
     store: Path,
     verify: str | None,
@@ -59,11 +60,16 @@ def inspect_store(
         torch_device = use_one_device(gpus)
         from dataclasses import asdict
 
+        from dflash_train.commands.display import CountView
         from dflash_train.stage1_target.recompute import recompute_samples
         from dflash_train.stage1_target.target import TargetConfig
 
         config = TargetConfig(name=target, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code)
-        again = recompute_samples(store, config, num_samples, torch_device)
+        with Terminal(CountView("samples")) as terminal:
+            terminal.report(f"loading {target}")
+            again = recompute_samples(
+                store, config, num_samples, torch_device, progress=lambda *count: terminal.report(count)
+            )
         wrong = [layer for layer, difference in again.largest.items() if not difference <= tolerance]
         lines = [f"{len(again.samples)} samples, {again.num_tokens:,} tokens run again; largest relative difference:"]
         lines += [f"  layer {layer}: {difference:.3%}" for layer, difference in again.largest.items()]
@@ -73,10 +79,11 @@ def inspect_store(
     if verify == "checksums":
         from dataclasses import asdict
 
+        from dflash_train.commands.display import CountView
         from dflash_train.store.verify import format_verification, verify_store
 
-        paced = Paced()
-        found = verify_store(store, lambda done, total: paced(f"{done / max(total, 1):.0%} read", done == total))
+        with Terminal(CountView.of_bytes()) as terminal:
+            found = verify_store(store, lambda *count: terminal.report(count))
         show(asdict(found), format_verification(found), as_json, output)
         sys.exit(bool(found.problems))
     if sample_id is not None:

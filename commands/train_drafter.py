@@ -7,9 +7,11 @@ from typing import Any
 
 import click
 
-from dflash_train.commands.options import gpus_option
+from dflash_train.commands.detach import current_recorder, detachable, recorded_training
+from dflash_train.commands.options import allow_busy_gpus_option, gpus_option
+from dflash_train.commands.preflight import check_start
 from dflash_train.commands.recipe import write_recipe
-from dflash_train.commands.terminal import say
+from dflash_train.commands.terminal import Terminal, progress_options
 
 
 @click.command("train-drafter")
@@ -18,6 +20,7 @@ from dflash_train.commands.terminal import say
     "--run", required=True, type=click.Path(path_type=Path), help="Folder of this run; the same again goes on."
 )
 @gpus_option
+@allow_busy_gpus_option
 @click.option("--num-layers", default=5, show_default=True, help="Decoder layers of the drafter.")
 @click.option("--block-size", default=16, show_default=True, help="Tokens of a block, anchor included.")
 @click.option(
@@ -54,21 +57,29 @@ from dflash_train.commands.terminal import say
 @click.option("--log-every", default=10, show_default=True, help="Steps between lines on the terminal.")
 @click.option("--read-ahead", default=3, show_default=True, help="Rows read ahead by each process.")
 @click.option("--bad-step-limit", default=10, show_default=True, help="Non-finite steps in a row that end the run.")
-def train_drafter(gpus: str | None, **fields: Any) -> None:
+@progress_options
+@detachable(lambda given: (given["run"], given["run"] / "logs"))
+def train_drafter(gpus: str | None, allow_busy_gpus: bool, **fields: Any) -> None:
     """Train a drafter from a store.
 
     Run the same command again to go on from the newest checkpoint. Each folder RUN/checkpoints/step-… is a drafter in
     z-lab's format that SGLang, vLLM and z-lab's package load.
     """
     from dflash_train.stage2_drafter.config import TrainConfig
-    from dflash_train.stage2_drafter.train import train
 
     config, context = TrainConfig(devices=gpus, **fields), click.get_current_context()
+    check_start(gpus=gpus, run=config.run, allow_busy_gpus=allow_busy_gpus)
+    from dflash_train.commands.display import TrainView
+    from dflash_train.stage2_drafter.train import train
 
-    def report(line: str) -> None:
-        if not (config.run / "recipe.toml").exists():  # the checks have passed: the run has begun
-            write_recipe(context, config.run / "recipe.toml")
-        say(line)
+    with Terminal(TrainView()) as terminal:
 
-    result = train(config, report)
-    click.echo(f"step {result.step:,} of {result.total_steps:,}: {result.checkpoint}")
+        def report(line: str) -> None:
+            if not (config.run / "recipe.toml").exists():  # the checks have passed: the run has begun
+                write_recipe(context, config.run / "recipe.toml")
+            terminal.report(line)
+
+        result = train(config, *recorded_training(report, terminal.report))
+    message = f"step {result.step:,} of {result.total_steps:,}: {result.checkpoint}"
+    current_recorder().end("stopped" if result.stopped else "finished", message)
+    click.echo(message)

@@ -8,7 +8,7 @@ pair the speed-up and the proof that the output is the target's own. Training ac
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from dflash_train.errors import InputError
 from dflash_train.speculate.acceptance import acceptance_statistics, speed_statistics
 from dflash_train.speculate.agreement import first_difference
 from dflash_train.speculate.decode import DecodeResult, plain_decode, speculative_decode
+from dflash_train.speculate.events import Decoded, Progress
 from dflash_train.speculate.loading import (
     check_drafter_fits,
     check_drafter_fits_target,
@@ -41,8 +42,6 @@ from dflash_train.stage2_drafter.drafter import Drafter
 
 if TYPE_CHECKING:
     from rich.console import Group
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +94,7 @@ class EvaluateConfig:
 
 
 def evaluate(config: EvaluateConfig, progress: Progress | None = None) -> dict[str, Any]:
-    """Load everything, decode every prompt and return a JSON-able report; `progress(done, total)` counts prompts.
+    """Load everything, decode every prompt and return a JSON-able report; `progress` gets an event a prompt.
 
     Raises InputError where the drafter does not fit the target (before its weights are loaded), and for prompts that
     cannot be used.
@@ -169,7 +168,7 @@ def evaluate_prompts(
             if difference is not None:
                 differences.append({"prompt": index, **difference.to_json()})
         if progress is not None:
-            progress(index + 1, len(prompts))
+            progress(_decoded(speculative, len(prompts)))
     speeds = {
         "speculative": speed_statistics(speculative),
         "plain": speed_statistics(plain) if compare_plain else None,
@@ -195,6 +194,18 @@ def evaluate_prompts(
             "transformers": transformers.__version__,
         },
     }
+
+
+def _decoded(results: Sequence[DecodeResult], num_all: int) -> Decoded:
+    lengths = [length for result in results for length in result.acceptance_lengths]
+    speed = speed_statistics(results)
+    return Decoded(
+        num_prompts=len(results),
+        num_all=num_all,
+        num_tokens=speed["num_tokens"],
+        acceptance_length=sum(lengths) / len(lengths) if lengths else None,
+        tokens_per_second=speed["tokens_per_second"],
+    )
 
 
 def encode_prompts(

@@ -24,6 +24,19 @@ class Note:
 
 
 @dataclass(frozen=True)
+class WorkerProgress:
+    """How far one worker is."""
+
+    label: str
+    """«GPU 5» or «CPU worker 0»."""
+    state: str
+    """loading, running, done or died."""
+    num_tokens: int
+    tokens_per_second: float
+    """Over the last minute."""
+
+
+@dataclass(frozen=True)
 class Progress:
     """Event: how far the workers are."""
 
@@ -38,7 +51,9 @@ class Progress:
     tokens_per_second: float
     hours_left: float
     num_workers: int
-    """Workers that are ready."""
+    """Workers that run batches, or have ended after their last one."""
+    workers: tuple[WorkerProgress, ...] = ()
+    """All workers, in the order of --gpus."""
 
     def line(self) -> str:
         """The progress as text."""

@@ -7,6 +7,7 @@ shape takes other matrix kernels (in bfloat16 another 1 % or so).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +32,14 @@ class RecomputeReport:
 
 
 def recompute_samples(
-    path: Path, target_config: TargetConfig, num_samples: int, device: str | torch.device = "cpu", seed: int = 0
+    path: Path,
+    target_config: TargetConfig,
+    num_samples: int,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
 ) -> RecomputeReport:
-    """Compare a seeded draw of stored samples with a new forward, in units of the channel scale D.
+    """Compare a seeded draw of stored samples with a new forward, in units of the channel scale D; progress gets samples done and in all.
 
     Raises StoreError where the store is empty or was made from something else.
     """
@@ -47,7 +53,7 @@ def recompute_samples(
     largest = torch.zeros(layers[0])
     drawn = np.sort(np.random.default_rng(seed).permutation(len(reader.samples))[:num_samples])
     num_tokens = 0
-    for index in map(int, drawn):
+    for number, index in enumerate(map(int, drawn), start=1):
         sample = reader.read(index)
         features = torch.from_numpy(sample.features.view(np.int16) if reader.encoding.dtype_view else sample.features)
         scales = None if sample.scales is None else torch.from_numpy(sample.scales)
@@ -57,6 +63,8 @@ def recompute_samples(
         difference = (stored - again).abs().amax(-1) / again.abs().amax(-1).clamp_min(1e-30)
         largest = torch.maximum(largest, difference.amax(0))
         num_tokens += len(sample.token_ids)
+        if progress is not None:
+            progress(number, len(drawn))
     return RecomputeReport(
         samples=tuple(format_id(int(reader.samples["id"][index])) for index in drawn),
         num_tokens=num_tokens,

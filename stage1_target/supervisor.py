@@ -13,8 +13,9 @@ from dflash_train.errors import InputError
 from dflash_train.launch import Process, ProcessGroup
 from dflash_train.stage1_target import messages
 from dflash_train.stage1_target.dealer import Dealer
-from dflash_train.stage1_target.events import Note, Progress, Report
+from dflash_train.stage1_target.events import Note, Progress, Report, WorkerProgress
 from dflash_train.stage1_target.preparation import Prepared, open_if_there, stored_indices
+from dflash_train.stage1_target.speed import RecentSpeed
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class Supervisor:
         self._dealer = Dealer(prepared.batches)
         self._batch_indices: dict[int, tuple[int, ...]] = {}
         self._ready: list[Process] = []
+        self._speeds: dict[int, RecentSpeed] = {}
         self._loaded: list[Process] = []
         self._creator: Process | None = None
         self._store_exists = prepared.store_exists
@@ -44,6 +46,7 @@ class Supervisor:
         self._ran: set[int] = set()
         self._num_ran_tokens = self._num_committed = self._num_bytes = 0
         self._started: float | None = None
+        self._last_ran = 0.0
         self._reported = time.monotonic()
 
     def run(self) -> None:
@@ -57,6 +60,8 @@ class Supervisor:
             process.send(messages.Finish())
         while self._group.running:
             self._handle(self._group.wait(1.0))
+        if self._ran:
+            self._report(self._progress())
         for deal in self._dealer.given_up:
             self.failures.append(
                 f"{len(deal.indices)} samples were given up, because {deal.num_deaths} workers died while running them"
@@ -84,6 +89,7 @@ class Supervisor:
                 process.send(messages.Quarantine(self._entries))
             while (deal := self._dealer.deal(process.index)) is not None:
                 self._started = self._started or time.monotonic()
+                self._speeds.setdefault(process.index, RecentSpeed())
                 self._batch_indices[deal.number] = deal.indices
                 process.send(messages.Run(deal.number, deal.indices))
             wants = self._dealer.wants_commit(process.index) or (self._entries_at is process and self._dealer.done)
@@ -104,7 +110,7 @@ class Supervisor:
                     self._ready.append(process)
                 case messages.Ran(number):
                     self._dealer.ran(process.index, number)
-                    self._count_ran(number)
+                    self._count_ran(process, number)
                 case messages.Committed():
                     self._count_committed(process, message)
                 case messages.Failed(error):
@@ -141,10 +147,13 @@ class Supervisor:
         if count and self._group.running:
             self._report(Note(f"its {count:,} uncommitted samples go to the other workers"))
 
-    def _count_ran(self, number: int) -> None:
-        new = set(self._batch_indices.pop(number)) - self._ran
+    def _count_ran(self, process: Process, number: int) -> None:
+        self._last_ran = time.monotonic()
+        indices = self._batch_indices.pop(number)
+        new = set(indices) - self._ran
         self._ran |= new
         self._num_ran_tokens += int(self._prepared.table.lengths[list(new)].sum())
+        self._speeds[process.index].add(int(self._prepared.table.lengths[list(indices)].sum()))
 
     def _count_committed(self, process: Process, message: messages.Committed) -> None:
         self._dealer.committed(process.index, message.indices)
@@ -159,8 +168,9 @@ class Supervisor:
     def _progress(self) -> Progress:
         forecast = self._prepared.forecast
         assert self._started is not None, "no progress before a batch was dealt"
-        speed = self._num_ran_tokens / max(time.monotonic() - self._started, 1e-3)
+        speed = self._num_ran_tokens / max(self._last_ran - self._started, 1e-3)
         left = forecast.num_pending_tokens - self._num_ran_tokens
+        workers = tuple(map(self._worker_progress, self._group.processes))
         return Progress(
             num_samples=len(self._ran),
             num_pending=forecast.num_pending,
@@ -170,5 +180,14 @@ class Supervisor:
             num_committed_bytes=self._num_bytes,
             tokens_per_second=speed,
             hours_left=left / speed / 3600,
-            num_workers=len(self._ready),
+            num_workers=sum(worker.state in ("running", "done") for worker in workers),
+            workers=workers,
         )
+
+    def _worker_progress(self, process: Process) -> WorkerProgress:
+        if process.ended:
+            state = "done" if process.popen.returncode == 0 else "died"
+        else:
+            state = "running" if process in self._ready else "loading"
+        speed = self._speeds.get(process.index, RecentSpeed())
+        return WorkerProgress(process.device.label, state, speed.num_counted, speed.per_second())

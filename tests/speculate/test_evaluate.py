@@ -15,6 +15,7 @@ from dflash_train.errors import InputError
 from dflash_train.speculate import evaluate as evaluation
 from dflash_train.speculate.decode import plain_decode, speculative_decode
 from dflash_train.speculate.evaluate import EvaluateConfig, evaluate, format_evaluation, stop_token_ids
+from dflash_train.speculate.events import Decoded
 from dflash_train.speculate.loading import load_drafter
 from dflash_train.stage1_target.target import TargetConfig, load_target
 from dflash_train.stage2_drafter.drafter import Drafter, DrafterConfig
@@ -98,9 +99,11 @@ def render(result: dict[str, Any]) -> str:
 
 
 def test_report_of_a_random_drafter(config: EvaluateConfig) -> None:
-    seen: list[tuple[int, int]] = []
-    result = evaluate(config, lambda done, total: seen.append((done, total)))
-    assert seen == [(1, 2), (2, 2)]
+    seen: list[Decoded] = []
+    result = evaluate(config, seen.append)
+    assert [(event.num_prompts, event.num_all) for event in seen] == [(1, 2), (2, 2)]
+    assert seen[-1].acceptance_length == result["acceptance_length"]
+    assert seen[-1].num_tokens == result["speculative"]["num_tokens"]
     assert json.loads(json.dumps(result)) == result
     assert (result["num_prompts"], result["num_skipped_prompts"], result["block_size"]) == (2, 1, 4)
     assert result["lossless"] is True
