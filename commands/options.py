@@ -65,6 +65,9 @@ gpus_option = click.option(
 one_gpu_option = click.option(
     "--gpus", metavar="LIST", help="One GPU as nvidia-smi numbers them, such as 0; or cpu. Default: the first."
 )
+allow_busy_gpus_option = click.option(
+    "--allow-busy-gpus", is_flag=True, help="Start on GPUs that other processes hold memory of, instead of stopping."
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 output_option = click.option(
     "--output", type=click.Path(dir_okay=False, path_type=Path), help="Also write the JSON here."

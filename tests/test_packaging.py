@@ -23,7 +23,10 @@ def test_packages_are_all_folders_with_an_init() -> None:
 
 
 def test_no_module_but_the_packages_own_lies_in_the_root() -> None:
-    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "cli.py", "errors.py", "launch.py"}
+    assert {path.name for path in ROOT.glob("*.py")} == {
+        *("__init__.py", "cli.py", "errors.py"),
+        *("disks.py", "gpus.py", "launch.py", "preflight.py", "runs.py"),
+    }
 
 
 def test_both_commands_are_one_entry_point() -> None:

@@ -1,0 +1,59 @@
+"""`dflash preflight`, and the same checks at the start of the commands that load a model."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dflash_train.commands.options import allow_busy_gpus_option, gpus_option, json_option
+from dflash_train.commands.terminal import say, show
+
+COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
+
+
+@click.command()
+@click.option("--target", help="Hub name, folder or .gguf file of a target: are its fast kernels here?")
+@click.option("--revision", help="Commit, branch or tag of the target on the hub.")
+@click.option("--store", type=click.Path(path_type=Path), help="Where a store will be written.")
+@click.option("--run", type=click.Path(path_type=Path), help="Where a training run will be written.")
+@gpus_option
+@allow_busy_gpus_option
+@json_option
+def preflight(as_json: bool, **fields: Any) -> None:
+    """Check the machine before a run: GPUs, versions, disks.
+
+    It only looks: nothing is loaded, ended or changed. `extract` and `train-drafter` make the same checks when they
+    start, without measuring the disk. Exit status 1 if there is an error.
+    """
+    from dataclasses import asdict
+
+    from dflash_train.preflight import Plan, check_machine
+
+    checks = check_machine(Plan(**fields), thorough=True)
+    count = Counter(check.status for check in checks)
+    if as_json:
+        show({"ok": not count["error"], "checks": [asdict(check) for check in checks]}, "", True, None)
+    else:
+        for check in checks:
+            click.echo(f"{click.style(f'{check.status:<7}', fg=COLOURS[check.status])}  {check.name}: {check.text}")
+            if check.way_out:
+                click.echo(f"         → {check.way_out}")
+        click.echo(f"\n{count['ok']} ok, {count['warning']} to look at, {count['error']} in the way of a run")
+    sys.exit(bool(count["error"]))
+
+
+def check_start(**fields: Any) -> None:
+    """The cheap checks of a Plan, before anything heavy is imported: says each warning, raises InputError for errors."""
+    from dflash_train.launch import torchrun_place
+    from dflash_train.preflight import Plan, check_machine, stop_on_errors
+
+    checks = check_machine(Plan(**fields))
+    place = torchrun_place()
+    for check in checks:
+        if check.status == "warning" and (place is None or place.local_rank == 0):
+            say(f"warning: {check}")
+    stop_on_errors(checks)
