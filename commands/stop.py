@@ -13,7 +13,7 @@ from dflash_train.runs import ask_to_stop, find_state, read_state, tail
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--timeout", default=600.0, show_default=True, help="Seconds to wait for the end.")
 def stop(folder: Path, timeout: float) -> None:
-    """Ask an extract or a training run to save and end, and wait until it has.
+    """Ask a run to save and end, and wait until it has.
 
     FOLDER is the --store of an extract or the --run of a train-drafter. Run their command again to go on.
     """
