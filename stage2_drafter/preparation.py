@@ -178,9 +178,13 @@ def resolve_mask_token(mask_token: int | str | None, vocab_size: int, tokenizer_
     first_unused = max(len(tokenizer), max(vocabulary.values(), default=-1) + 1)
     if first_unused < vocab_size:
         return first_unused
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    common = set(tokenizer.all_special_tokens)
+    rare = [text for text in tokenizer.get_added_vocab() if text not in common and text not in template]
+    example = f"perhaps {', '.join(map(repr, rare[:8]))}" if rare else "such as a reserved one"
     raise InputError(
         f"The tokenizer has no mask token and uses all {vocab_size} rows of the embedding. Give --mask-token: the id or "
-        "text of a token that never occurs in the data, such as a reserved one."
+        f"text of a token that never occurs in the data, {example}."
     )
 
 
