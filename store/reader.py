@@ -109,7 +109,9 @@ class StoreReader:
         for name in new:
             folder = self.path / SEGMENTS / name
             if not folder.is_dir():
-                raise StoreError(f"{self.path} has no segment {name}: it was removed, or the list is of another store.")
+                raise StoreError(
+                    f"{self.path} has no segment {name}: it was removed, or the run began with another store."
+                )
             segment = Segment(folder, self.encoding)
             tables.append(self._keep_first(segment))
             self._segments.append(segment)
