@@ -13,8 +13,8 @@ from typing import Any
 import click
 
 from dflash_train.commands.terminal import say
-from dflash_train.launch import torchrun_place
-from dflash_train.runs import Recorder, RunState, await_first_progress, last_lines, recording, start_detached
+from dflash_train.launch import last_lines, torchrun_place
+from dflash_train.runs import Recorder, RunState, await_first_progress, recording, start_detached
 
 _DETACH, _RECORDER = f"{__name__}.detach", f"{__name__}.recorder"
 _SAY_SECONDS = 30.0
@@ -151,7 +151,6 @@ def _detach(name: str, parameters: Mapping[str, Any], folder: Path, logs: Path) 
         _fail(code, log)
     click.echo(_describe(state, popen.pid, code))
     click.echo(_hints(name, parameters))
-    popen.returncode = popen.returncode or 0  # it is meant to outlive this process: no ResourceWarning
 
 
 def _describe(state: RunState | None, pid: int, code: int | None) -> str:
