@@ -60,7 +60,8 @@ def words_after_dflash(line: str) -> tuple[str, ...] | None:
         return None
     for number, word in enumerate(words):
         runs = word in ("dflash", "dflash-train") and words[:number] in ([], ["$"], ["srun"])
-        if runs or (word == "dflash_train.cli" and words[number - 2 : number] == ["-m", "--"])  # torchrun owns --run-path:
+        # without the --, torchrun takes --run for its own --run-path
+        if runs or (word == "dflash_train.cli" and words[max(number - 2, 0) : number] == ["-m", "--"]):
             return tuple(words[number + 1 :])
     return None
 
@@ -250,7 +251,9 @@ def test_help_fits_80_columns(name: str | None) -> None:
     assert result.exit_code == 0
     lines = result.output.split("\n")
     assert max(map(len, lines)) <= 80, max(lines, key=len)
-    assert name or not any(line.startswith("  ") and line.endswith("...") for line in lines), "a command's short help is cut off"
+    assert name or not any(line.startswith("  ") and line.endswith("...") for line in lines), (
+        "a command's short help is cut off"
+    )
 
 
 @pytest.mark.parametrize("words, offered", [("dflash ex", "extract"), ("dflash extract --enc", "--encoding")])
