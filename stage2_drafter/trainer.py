@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,6 +43,7 @@ from dflash_train.stage2_drafter.optimizer import (
 from dflash_train.stage2_drafter.preparation import PreparedRun
 from dflash_train.stage2_drafter.row_loader import Row, RowBuffer, RowBuilder, RowLoader
 from dflash_train.stage2_drafter.rows import RowKey
+from dflash_train.stage2_drafter.versions import package_versions
 
 RANDOM_RULE = "rows: (seed, 0, epoch); anchors: (seed, 1, epoch, row, held out); first weights: seed"
 _NAMED_SAMPLES = 20
@@ -75,6 +75,7 @@ class Trainer:
         self.run, self.config, self.rank = run, run.config, rank
         self.report = report if rank.rank == 0 else lambda line: None
         self.stop_requested = stop_requested
+        self.versions = package_versions() if rank.rank == 0 else {}  # as they are now, not at the first checkpoint
         self.progress = progress
         self.drafter = Drafter(run.drafter_config, seed=self.config.seed)
         self.compiled = CompiledDrafter(
@@ -128,7 +129,7 @@ class Trainer:
             segments=list(self.run.reader.segment_ids),
             total_steps=self.run.total_steps,
             random_state={"seed": self.config.seed, "rule": RANDOM_RULE},
-            versions={"torch": torch.__version__, "numpy": np.__version__},
+            versions=self.versions,
             evaluation=self.evaluation,
         )
         checkpoint = save_checkpoint(
