@@ -86,19 +86,23 @@ def say(line: str) -> None:
         _write(sys.stderr, Line(line), _chosen(_LOG_JSON))
 
 
-def fail(text: str) -> None:
+def fail(text: str, as_json: bool | None = None) -> None:
     """One error on stderr, in every way of speaking."""
-    if _chosen(_LOG_JSON):
+    if _chosen(_LOG_JSON) if as_json is None else as_json:
         _write(sys.stderr, Line(text, "error"), as_json=True)
     else:
         click.echo(f"Error: {text}", err=True)
 
 
 class Failure(click.ClickException):
-    """An expected error: one sentence and exit status 1."""
+    """An expected error: one sentence and exit status 1. Make it inside the command: it is shown after its end."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self._as_json = _chosen(_LOG_JSON)
 
     def show(self, file: Any = None) -> None:
-        fail(self.message)
+        fail(self.message, self._as_json)
 
 
 def _write(stream: TextIO, line: Line, as_json: bool) -> None:
@@ -177,21 +181,25 @@ class Terminal:
         _write(self._stream, line, self._as_json)
 
     def _draw(self) -> Live:
-        from rich.console import Console
+        from rich.console import Console, ConsoleDimensions
         from rich.live import Live
+
+        stream = self._stream
+
+        class Screen(Console):
+            @property
+            def size(self) -> ConsoleDimensions:  # rich asks descriptors 0 to 2, which are captured or not a terminal
+                with suppress(OSError):
+                    return ConsoleDimensions(*os.get_terminal_size(stream.fileno()))
+                return ConsoleDimensions(80, 25)
 
         def frame() -> RenderableType:
             with self._lock:  # never held while the console's own lock is wanted
                 return self._view.__rich__()
 
-        console = Console(file=self._stream, force_terminal=True, highlight=False, emoji=False)
-        return Live(
-            get_renderable=frame,
-            console=console,
-            refresh_per_second=4,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
+        console = Screen(file=stream, force_terminal=True, highlight=False, emoji=False)
+        settings: dict[str, Any] = {"refresh_per_second": 4, "redirect_stdout": False, "redirect_stderr": False}
+        return Live(get_renderable=frame, console=console, **settings)
 
 
 def _stamped(line: Line) -> RenderableType:

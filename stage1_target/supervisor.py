@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from typing import Any
@@ -16,10 +15,6 @@ from dflash_train.stage1_target.dealer import Dealer
 from dflash_train.stage1_target.events import Note, Progress, Report, WorkerProgress
 from dflash_train.stage1_target.preparation import Prepared, open_if_there, stored_indices
 from dflash_train.stage1_target.speed import RecentSpeed
-
-logger = logging.getLogger(__name__)
-
-REPORT_SECONDS = 30.0
 
 
 class Supervisor:
@@ -47,7 +42,6 @@ class Supervisor:
         self._num_ran_tokens = self._num_committed = self._num_bytes = 0
         self._started: float | None = None
         self._last_ran = 0.0
-        self._reported = time.monotonic()
 
     def run(self) -> None:
         """Until everything is committed, nobody is left, or somebody says stop. Raises InputError for a fatal reason."""
@@ -115,13 +109,8 @@ class Supervisor:
                     self._count_committed(process, message)
                 case messages.Failed(error):
                     self._fatal = self._fatal or error
-        if self._ran:
-            progress = self._progress()
-            if any(isinstance(message, messages.Ran | messages.Committed) for _process, message in events):
-                self._report(progress)
-            if time.monotonic() - self._reported >= REPORT_SECONDS:
-                self._reported = time.monotonic()
-                logger.info("%s", progress.line())
+        if self._ran and any(isinstance(message, messages.Ran | messages.Committed) for _process, message in events):
+            self._report(self._progress())
 
     def _ended(self, process: Process) -> None:
         """A worker is gone; what it had not committed goes to the others."""
@@ -135,7 +124,6 @@ class Supervisor:
         if process.popen.returncode == 0 or self._fatal is not None:
             return
         reason = process.describe_end()
-        logger.error("%s", reason)
         self._report(Note(reason))
         self.failures.append(reason)
         # a segment may have been renamed into place just before its message could be sent
