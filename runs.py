@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_train.errors import InputError
-from dflash_train.launch import last_lines
+from dflash_train.launch import last_lines, torchrun_place
 
 STATE_NAME = "state.json"
 WRITE_SECONDS = 1.0
@@ -72,8 +72,16 @@ class ProcessIdentity:
 
     @property
     def visible(self) -> bool:
-        """Whether the process's id means something here."""
-        return (self.host, self.boot_id, self.pid_namespace) == _place()
+        """Whether the process's id means something here, and /proc shows it (hidepid hides other users')."""
+        if (self.host, self.boot_id, self.pid_namespace) != _place():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except PermissionError:
+            return _stat(self.pid) is not None
+        except ProcessLookupError:
+            pass
+        return True
 
 
 def _place() -> tuple[str, str, str]:
@@ -206,6 +214,12 @@ class Recorder:
         return self._thread is not None
 
     @property
+    def taken(self) -> bool:
+        """Whether the state file is that of another run, which lives."""
+        there = _read_if_there(self.path)
+        return there is not None and there.process != self._state.process and there.verdict()[0] == "running"
+
+    @property
     def ended(self) -> bool:
         """Whether the end is written."""
         return self._ending.is_set()
@@ -232,14 +246,14 @@ class Recorder:
             self._write()
 
     def end(self, outcome: str, message: str | None = None, error: str | None = None) -> None:
-        """The last word. Before `begin` it is written only where no other living run has the file."""
+        """The last word; left out where another living run has taken the file."""
         assert outcome in ENDINGS, outcome
         if self.ended:
             return
         self._ending.set()
         if self._thread is not None:
             self._thread.join()
-        elif (there := _read_if_there(self.path)) is not None and there.verdict()[0] == "running":
+        if self.taken:
             return
         self._change(outcome=outcome, message=message or self._state.message, error=error)
         self._write()
@@ -289,7 +303,11 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
     main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, stop) if main else None
-    detached = os.getsid(0) == os.getpid()  # nobody reads the terminal: the state has to tell
+    place = torchrun_place()
+    # nobody may read its terminal: the state has to tell
+    detached = os.getsid(0) == os.getpid() and (place is None or place.rank == 0)
+    if detached and not recorder.taken:
+        recorder.begin()
     try:
         yield
     except BaseException as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from dflash_train.commands.terminal import say
+from dflash_train.commands.terminal import Failure, say
 from dflash_train.launch import last_lines, torchrun_place
 from dflash_train.runs import Recorder, RunState, await_first_progress, recording, start_detached
 
@@ -43,8 +43,12 @@ def detachable(places: Places) -> Callable[[Function], Function]:
                 return
             recorder = Recorder(folder, name, logs)
             context.meta[_RECORDER] = recorder
-            with recording(recorder):
-                function(**parameters)
+            try:
+                with recording(recorder):
+                    function(**parameters)
+            finally:
+                if recorder.stop_asked:
+                    say("stopped before any batch or step was under way")
 
         option = click.option(
             "--detach",
@@ -67,13 +71,17 @@ def current_recorder() -> Recorder:
 
 def recorded_extract(report: Callable[[Any], None]) -> Callable[[Any], None]:
     """`report` for extract, which also keeps the state of the running command; call it for a run that stores."""
-    from dflash_train.stage1_target.events import Note, Progress
+    from dflash_train.stage1_target.events import Note, Progress, Tokenising
+    from dflash_train.stage1_target.forecast import Forecast
 
     recorder = current_recorder()
 
     def record(event: Any) -> None:
-        recorder.begin()
-        if isinstance(event, Note):
+        if isinstance(event, Forecast | Progress) or (
+            isinstance(event, Tokenising) and event.num_done != event.num_rows
+        ):
+            recorder.begin()  # not before: what the first checks refuse leaves nothing behind
+        if isinstance(event, Note) and recorder.begun:
             recorder.note(event.text)
         elif isinstance(event, Progress):
             recorder.progress(
@@ -148,7 +156,7 @@ def _detach(name: str, parameters: Mapping[str, Any], folder: Path, logs: Path) 
         raise
     code = popen.poll()
     if code:
-        _fail(code, log)
+        _fail(code, log, state)
     click.echo(_describe(state, popen.pid, code))
     click.echo(_hints(name, parameters))
 
@@ -167,7 +175,8 @@ def _hints(name: str, parameters: Mapping[str, Any]) -> str:
     return f"Watch it: dflash status {folder}; dflash logs -f {folder}. End it: dflash stop {folder}"
 
 
-def _fail(code: int, log: Path) -> None:
+def _fail(code: int, log: Path, state: RunState | None) -> None:
     how = f"exit status {code}" if code > 0 else f"killed by signal {-code}"
     lines = "".join(f"\n  {line}" for line in last_lines(log, 10)) or " none"
-    raise click.ClickException(f"The run ended before its first progress ({how}); the last lines of {log}:{lines}")
+    when = "soon" if state is not None and state.progress is not None else "before any batch or step was done"
+    raise Failure(f"The run ended {when} ({how}); the last lines of {log}:{lines}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -36,10 +37,17 @@ def logs(folder: Path, follow: bool, lines: int, workers: bool) -> None:
         if len(files) > 1 or file != own:
             click.echo(f"==> {file} <==", err=True)
         ends[file] = _print_last(file, lines)
-    while follow:
-        running = read_state(path).verdict()[0] == "running"
+    if follow:
+        with contextlib.suppress(KeyboardInterrupt):
+            _follow(path, ends)
+
+
+def _follow(state: Path, ends: dict[Path, int]) -> None:
+    """Print what is written to the files beyond `ends`, until the run has ended and nothing new came."""
+    while True:
+        running = read_state(state).verdict()[0] == "running"
         news = False
-        for file in files:
+        for file in ends:
             news |= _print_new(file, ends)
         if not running and not news:
             return

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from dflash_train.commands.terminal import Failure
 from dflash_train.runs import ask_to_stop, find_state, read_state, tail
 
 
@@ -26,7 +27,7 @@ def stop(folder: Path, timeout: float) -> None:
         )
         return
     if not ask_to_stop(state, timeout):
-        raise click.ClickException(
+        raise Failure(
             f"Process {state.process.pid} has been asked to stop but still runs after {timeout:.0f} s. Wait for it with "
             f"`dflash status`, or kill it (kill -9 {state.process.pid}): that loses what is not saved yet."
         )
@@ -34,5 +35,5 @@ def stop(folder: Path, timeout: float) -> None:
     verdict, reason = state.verdict()
     if verdict in ("failed", "died"):
         lines = "".join(f"\n  {line}" for line in tail(state))
-        raise click.ClickException(f"The run {verdict} while it stopped: {reason}{lines}")
+        raise Failure(f"The run {verdict} while it stopped: {reason}{lines}")
     click.echo(f"{verdict}: {state.message}")

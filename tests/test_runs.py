@@ -201,6 +201,7 @@ def test_the_heart_beats_without_progress(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_start_that_fails_leaves_a_living_runs_state_alone(tmp_path: Path) -> None:
     with started(tmp_path) as popen:
         second = Recorder(tmp_path, "train-drafter")
+        assert second.taken
         second.end("failed", error="in use")
         assert read_state(find_state(tmp_path)).process.pid == popen.pid
         assert dflash("status", tmp_path).exit_code == 3
@@ -238,7 +239,9 @@ def test_a_detached_start_that_fails_is_told_at_once(tmp_path: Path) -> None:
     )
     assert result.returncode == 1
     assert "nowhere.zarr is not there" in result.stderr and "Traceback" not in result.stderr
-    assert "exit status 1" in result.stderr and "a run/logs/console-" in result.stderr
+    assert (
+        "before any batch or step was done (exit status 1)" in result.stderr and "a run/logs/console-" in result.stderr
+    )
     status = dflash("status", tmp_path / "a run")
     assert (status.exit_code, status.output.split()[0]) == (1, "failed")
     assert "nowhere.zarr is not there" in status.output
