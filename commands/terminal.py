@@ -188,7 +188,7 @@ class Terminal:
 
         class Screen(Console):
             @property
-            def size(self) -> ConsoleDimensions:  # rich asks descriptors 0 to 2, which are captured or not a terminal
+            def size(self) -> ConsoleDimensions:  # type: ignore[misc]  # rich asks descriptors 0 to 2, captured here
                 with suppress(OSError):
                     return ConsoleDimensions(*os.get_terminal_size(stream.fileno()))
                 return ConsoleDimensions(80, 25)
