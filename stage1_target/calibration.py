@@ -11,13 +11,16 @@ Shapes: B batch, T tokens, N tokens without padding, L tapped target layers, H h
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dflash_train.errors import InputError
+from dflash_train.store.manifest import StoreError
+from dflash_train.store.reader import StoreReader
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +35,21 @@ NUM_BINS = 1024
 LOG_RANGE = (-6.0, 3.0)
 """Decades of |h_i| over the token's rms that the bins cover; what is outside falls into the first or last bin."""
 SLICE_BYTES = 256 * 2**20
+
+
+def channel_scale_of(store: Path, layer_ids: Sequence[int], hidden_size: int) -> NDArray[np.float32]:
+    """The channel scale [L * H] of another store; StoreError where it is of other layers or of another hidden size."""
+    other = StoreReader(store, segments=())
+    wanted, found = (
+        (tuple(layer_ids), hidden_size),
+        (other.manifest.target_layer_ids, other.manifest.hidden_size),
+    )
+    if found != wanted:
+        raise StoreError(
+            f"The calibration of {store} is for layers {list(found[0])} of {found[1]} channels, but the layers "
+            f"{list(wanted[0])} of {wanted[1]} channels are to be stored; choose another store."
+        )
+    return other.channel_scale
 
 
 def draw_samples(lengths: NDArray[np.integer], num_tokens: int, seed: int) -> NDArray[np.int64]:

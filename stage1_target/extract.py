@@ -82,9 +82,9 @@ def extract(config: ExtractConfig, report: Report | None = None) -> ExtractResul
             num_samples=len(prepared.table),
             num_stored=len(prepared.table) - len(prepared.pending),
         )
+        clean_staging(config.store)
         if not len(prepared.pending):
             return result
-        clean_staging(config.store)
         started = time.monotonic()
         logs = (
             config.log_folder or config.store.with_name(config.store.name + ".logs")
@@ -106,6 +106,7 @@ def extract(config: ExtractConfig, report: Report | None = None) -> ExtractResul
         ):
             run = Supervisor(prepared, group, report, stop)
             run.run()
+        clean_staging(config.store)  # what killed workers left; nobody writes any more
         done = stored_indices(prepared.table, open_if_there(config.store))
         result.num_stored = int(done.sum())
         result.outcome = "finished" if done.all() else "stopped" if stop.is_set() else "failed"

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_train.launch import user_cache_folder
+from dflash_train.stage1_target.calibration import channel_scale_of
 from dflash_train.stage1_target.events import Note, Report, Tokenising
 from dflash_train.stage1_target.extract_config import ExtractConfig
 from dflash_train.stage1_target.forecast import Forecast, make_forecast
@@ -66,14 +67,15 @@ def prepare(config: ExtractConfig, report: Report) -> Prepared:
         data = replace(data, max_tokens=int(num_positions))
     config = replace(config, data=data, target_layer_ids=layer_ids)
     tokenizer = load_tokenizer(config.target)
+    scale = None
+    if config.calibration_from is not None:  # refused now, not after the target is loaded
+        scale = channel_scale_of(config.calibration_from, layer_ids, int(text.hidden_size))
     reader = open_if_there(config.store)
     if reader is not None:
         encoding = make_encoding(config.encoding, len(layer_ids), int(text.hidden_size))
         known = known_without_weights(config.target, model_config, tokenizer, layer_ids, encoding)
-        if config.calibration_from is not None:
-            known["calibration_hash"] = hash_calibration(
-                StoreReader(config.calibration_from, segments=()).channel_scale
-            )
+        if scale is not None:
+            known["calibration_hash"] = hash_calibration(scale)
         refuse_differences(config.store, reader.manifest.differences(replace(reader.manifest, **known)))
     cache = config.sample_cache or user_cache_folder() / "samples"
     table = prepare_samples(data, tokenizer, cache, lambda done, rows: report(Tokenising(done, rows)))

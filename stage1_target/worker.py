@@ -19,7 +19,7 @@ from typing import Any
 
 from dflash_train.errors import InputError
 from dflash_train.stage1_target import messages
-from dflash_train.stage1_target.calibration import calibrate, draw_samples
+from dflash_train.stage1_target.calibration import calibrate, channel_scale_of, draw_samples
 from dflash_train.stage1_target.extract_config import ExtractConfig
 from dflash_train.stage1_target.forward import EncodedBatch, Forwarder, pad_right
 from dflash_train.stage1_target.identity import build_manifest, check_target, frozen_target
@@ -29,7 +29,7 @@ from dflash_train.stage1_target.target import Target, load_target
 from dflash_train.stage1_target.writer import StoreWriter
 from dflash_train.store.creation import create_store
 from dflash_train.store.encoding import Encoding, make_encoding
-from dflash_train.store.manifest import StoreError, hash_calibration
+from dflash_train.store.manifest import hash_calibration
 from dflash_train.store.reader import StoreReader
 
 logger = logging.getLogger(__name__)
@@ -117,15 +117,7 @@ def _work(
 def _create(config: ExtractConfig, target: Target, encoding: Encoding, table: SampleTable) -> None:
     """Calibrate and create the store in one transaction."""
     if config.calibration_from is not None:
-        other = StoreReader(config.calibration_from, segments=())
-        wanted = (target.target_layer_ids, target.hidden_size)
-        found = (other.manifest.target_layer_ids, other.manifest.hidden_size)
-        if found != wanted:
-            raise StoreError(
-                f"The calibration of {config.calibration_from} is for layers {list(found[0])} of {found[1]} channels, "
-                f"but the layers {list(wanted[0])} of {wanted[1]} channels are to be stored; choose another store."
-            )
-        channel_scale = other.channel_scale
+        channel_scale = channel_scale_of(config.calibration_from, target.target_layer_ids, target.hidden_size)
     else:
         drawn = draw_samples(table.lengths, config.calibration_tokens, config.seed)
         batches = plan_batches(table.lengths, drawn, config.batch_tokens, config.seed)

@@ -223,6 +223,15 @@ def test_a_folder_that_is_no_store_is_refused(config: ExtractConfig) -> None:
         extract(config)
 
 
+def test_calibration_of_other_layers_or_of_no_store_is_refused_before_the_target_is_loaded(
+    base_config: ExtractConfig, full_store: Path, tmp_path: Path
+) -> None:
+    config = replace(base_config, store=tmp_path / "new", target_layer_ids=(0, 2))
+    for store, wanted in ((full_store, "The calibration of .* is for layers"), (tmp_path / "none", "is not there")):
+        with pytest.raises(StoreError, match=wanted):
+            preparation.prepare(replace(config, calibration_from=store), lambda _event: None)
+
+
 def test_wrong_settings_are_refused() -> None:
     parts: dict[str, Any] = {
         "target": TargetConfig(name="x"),
@@ -271,6 +280,7 @@ def test_a_killed_workers_samples_go_to_the_others(config: ExtractConfig, groups
     assert "was killed by SIGKILL" in failure and failure in notes
     assert any("uncommitted samples go to the other workers" in note for note in notes)
     assert_whole(config.store)
+    assert list((config.store / ".staging").iterdir()) == []
 
 
 def test_a_stop_signal_commits_what_has_run(config: ExtractConfig) -> None:
