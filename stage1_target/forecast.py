@@ -94,9 +94,13 @@ def make_forecast(
     encoding: str,
     num_layers: int,
     text_config: Any,
+    table_bytes: int,
     store: Path,
 ) -> Forecast:
-    """Forecast the store of `pending` samples of a table, for a target described by its text config."""
+    """Forecast the store of `pending` samples of a table, for a target described by its text config.
+
+    table_bytes: of one value of the frozen embedding and head, 2 or 4 with the dtype that the target is loaded in.
+    """
     hidden_size = int(text_config.hidden_size)
     num_pending_tokens = int(table.lengths[pending].sum())
     chosen = make_encoding(encoding, num_layers, hidden_size)
@@ -104,7 +108,7 @@ def make_forecast(
     needed = (num_pending_tokens + padding_rows) * chosen.bytes_per_token
     if not store.exists():
         tables = 1 if getattr(text_config, "tie_word_embeddings", False) else 2
-        needed += tables * int(text_config.vocab_size) * hidden_size * 2
+        needed += tables * int(text_config.vocab_size) * hidden_size * table_bytes
     place = store.absolute()
     while not place.exists():
         place = place.parent

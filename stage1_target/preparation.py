@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from dflash_train.launch import user_cache_folder
+from dflash_train.launch import parse_devices, user_cache_folder
 from dflash_train.stage1_target.calibration import channel_scale_of
 from dflash_train.stage1_target.events import Note, Report, Tokenising
 from dflash_train.stage1_target.extract_config import ExtractConfig
@@ -81,6 +82,7 @@ def prepare(config: ExtractConfig, report: Report) -> Prepared:
     table = prepare_samples(data, tokenizer, cache, lambda done, rows: report(Tokenising(done, rows)))
     pending = np.flatnonzero(~stored_indices(table, reader))
     batches = plan_batches(table.lengths, pending, config.batch_tokens, config.seed)
+    dtype = config.target.resolve_dtype(torch.device(parse_devices(config.devices)[0].torch_device))
     forecast = make_forecast(
         table,
         pending,
@@ -88,6 +90,7 @@ def prepare(config: ExtractConfig, report: Report) -> Prepared:
         encoding=config.encoding,
         num_layers=len(layer_ids),
         text_config=text,
+        table_bytes=dtype.itemsize,
         store=config.store,
     )
     report(forecast)

@@ -86,11 +86,11 @@ def check_resume(run: PreparedRun) -> Checkpoint | None:
             f"the ledger lists {len(run.reader.segment_ids)} segments, the checkpoint {len(state.segments)}, and not the "
             f"same (delete {run.config.run / 'ledger.jsonl'} to take the checkpoint's)"
         )
-    drafter = run.drafter_config.to_json()
+    now, then = _flat(run.drafter_config.to_json()), _flat(state.drafter)
     differences += [
-        f"{name} of the drafter is {drafter.get(name)}, the checkpoint has {value}"
-        for name, value in state.drafter.items()
-        if drafter.get(name) != value
+        f"{name} of the drafter is {now.get(name)}, the checkpoint has {value}"
+        for name, value in then.items()
+        if now.get(name) != value
     ]
     if differences:
         raise InputError(
@@ -98,6 +98,12 @@ def check_resume(run: PreparedRun) -> Checkpoint | None:
             "Give the options the run began with, or another --run folder."
         )
     return checkpoint
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """A drafter's config with the entries of its inner tables beside the others."""
+    inner = {name: value for table in config.values() if isinstance(table, dict) for name, value in table.items()}
+    return inner | {name: value for name, value in config.items() if not isinstance(value, dict)}
 
 
 def make_drafter_config(config: TrainConfig, reader: StoreReader) -> DrafterConfig:
@@ -114,7 +120,9 @@ def make_drafter_config(config: TrainConfig, reader: StoreReader) -> DrafterConf
     path = config.drafter_config
     try:
         drafter_config = DrafterConfig.from_json(json.loads(path.read_text()))
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except InputError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(
             f"--drafter-config {path} cannot be read: {error}. Give a drafter's config.json in z-lab's format."
         ) from error
@@ -192,7 +200,7 @@ def _load_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise InputError(
             f"The store's tokenizer in {path} cannot be loaded ({error}). Give --mask-token with the id of an unused "

@@ -16,6 +16,7 @@ from typing import Self
 import numpy as np
 import torch
 
+from dflash_train.errors import InputError
 from dflash_train.stage2_drafter.blocks import Blocks, document_positions, make_blocks, sample_anchors
 from dflash_train.stage2_drafter.rows import ANCHOR_STREAM, HoldoutRows, RowKey, RowSchedule
 from dflash_train.store.reader import StoreReader
@@ -94,6 +95,7 @@ class RowBuilder:
                 features[span] = whole.features[:kept]
                 if scales is not None and whole.scales is not None:
                     scales[span] = whole.scales[:kept]
+            self._refuse_mask_token(index, token_ids[span], loss_mask[span])
             documents[span] = document
             first += kept
         features[first:] = 0  # nothing may see the tail, but what the last row left there must not decide anything
@@ -110,6 +112,15 @@ class RowBuilder:
             slots=slots,
             labels=blocks.labels.reshape(-1)[slots],
             buffer=buffer,
+        )
+
+    def _refuse_mask_token(self, index: int, token_ids: np.ndarray, loss_mask: np.ndarray) -> None:
+        """A mask token that the target emits (eos, pad) would be trained as a label and drafted as an open slot."""
+        if not ((token_ids == self.mask_token_id) & (loss_mask != 0)).any():
+            return
+        raise InputError(
+            f"The mask token {self.mask_token_id} is a supervised token of sample "
+            f"{int(self.reader.samples['id'][index]):016x}. Give a --mask-token that never occurs in the data."
         )
 
     def _blocks(

@@ -8,9 +8,10 @@ Under torchrun every process calls `train` itself and is a rank.
 
 import secrets
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,8 @@ def train(config: TrainConfig, report: Report = print, progress: Progress = lamb
         return _train_under_torchrun(config, place, report if place.rank == 0 else lambda line: None, progress)
     devices = parse_devices(config.devices)
     open_manifest(config.store)  # what is no store is refused before the run folder is made
-    with run_lock(config.run):  # only to refuse early: the first rank holds it while it trains
+    # only to refuse early: the first rank holds the lock while it trains; what cannot be prepared leaves no folder
+    with run_lock(config.run) if config.run.exists() else nullcontext():
         run = prepare_run(config, planned_segments(config.run))
         checkpoint = check_resume(run)
         check_disk_space(config.run, _num_parameters(run), config.keep)
@@ -90,7 +92,8 @@ def train(config: TrainConfig, report: Report = print, progress: Progress = lamb
 def _follow(config: TrainConfig, devices: list[Device], report: Report, progress: Progress) -> bool:
     """Start the ranks and pass on what they say until all have ended; returns whether they were stopped."""
     world = len(devices)
-    rendezvous = config.run.resolve() / f".rendezvous-{secrets.token_hex(4)}"
+    # on this machine's own disk: the run folder may be on a network file system, where file locks are unreliable
+    rendezvous = Path(tempfile.gettempdir()) / f"dflash-rendezvous-{secrets.token_hex(8)}"
     arguments = [
         {
             "config": config,
@@ -101,8 +104,9 @@ def _follow(config: TrainConfig, devices: list[Device], report: Report, progress
         }
         for rank, device in enumerate(devices)
     ]
+    cache = config.run.resolve() / "compile-cache"
     caches = [
-        with_compile_cache(device, config.run.resolve() / "compile-cache" / f"rank-{rank}")
+        device if device.torch_device == "cpu" else with_compile_cache(device, cache / f"rank-{rank}")
         for rank, device in enumerate(devices)
     ]
     stopped = False
@@ -200,8 +204,6 @@ def _describe(run: PreparedRun, checkpoint: Checkpoint | None, devices: list[Dev
     newer = len(list_segments(reader.path)) - len(reader.segment_ids)
     if newer > 0:
         report(f"{newer} segments came into the store after this run began; it goes on with those it began with")
-    if devices[0].torch_device == "cpu":
-        report("on the CPU attention is dense, in fp32: for tests and small runs")
     if checkpoint is not None:
         report(f"going on from {checkpoint.path}")
         if devices[0].torch_device != "cpu" and not (config.run / "compile-cache").exists():

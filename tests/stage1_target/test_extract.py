@@ -166,7 +166,7 @@ def test_a_store_that_does_not_fit_is_refused_before_any_work(
     config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _path: type("usage", (), {"free": 100_000}))
-    with pytest.raises(StoreError, match=r"needs .*KiB but .* has 97.7 KiB free; choose --encoding int8, fewer"):
+    with pytest.raises(StoreError, match=r"needs .*MiB but .* has 97.7 KiB free; choose --encoding int8, fewer"):
         extract(config)
     assert not config.store.exists()
 

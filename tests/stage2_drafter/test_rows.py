@@ -161,6 +161,17 @@ def test_anchors_are_a_function_of_seed_epoch_and_row(builder: RowBuilder) -> No
     assert not np.array_equal(one.blocks.anchor, other.blocks.anchor)
 
 
+def test_mask_token_that_the_target_emits_is_refused(builder: RowBuilder) -> None:
+    sample = builder.reader.read(0)
+    emitted = int(sample.token_ids[sample.loss_mask != 0][0])
+    wrong = dataclasses.replace(builder, mask_token_id=emitted)
+    with pytest.raises(
+        InputError, match=f"mask token {emitted} is a supervised token of sample .* Give a --mask-token"
+    ):
+        for number in range(len(builder.sources[0].epoch(0))):
+            wrong.build(RowKey(0, number), fresh(wrong))
+
+
 def test_dummy_row_has_no_slot(builder: RowBuilder) -> None:
     row = builder.build(None, fresh(builder))
     assert (row.num_tokens, len(row.slots), int(row.blocks.valid.sum())) == (0, 0, 0)
