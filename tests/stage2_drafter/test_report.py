@@ -222,7 +222,9 @@ def test_a_trained_run_records_what_made_it(
     train(config, lambda line: None)
     page = Page(write_report(config.run).read_text(encoding="utf-8"))
     state = read_run(config.run).state
-    assert state is not None and state.versions == package_versions()
+    assert state is not None
+    changing = {"source revision": state.versions.get("source revision")}  # somebody may commit while tests run
+    assert state.versions | changing == package_versions() | changing
     assert f"dflash-train {state.versions['dflash-train']}" in page.text and "1 of 1" in page.text
     assert "row tokens" in page.text and "weights fingerprint" in page.text
 
