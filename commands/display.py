@@ -106,7 +106,8 @@ class ExtractView(RunView):
 
 def _draw_worker(lines: Lines, worker: WorkerProgress, fastest: float) -> None:
     speed = 0.0 if worker.state == "died" else worker.tokens_per_second
-    lines.bar(worker.label, speed, max(fastest, 1.0), f"{speed:,.0f} tokens/s" if speed else "", worker.state)
+    value = f"{speed:,.0f} tokens/s" if speed else ""
+    lines.bar(worker.label, speed, max(fastest, 1.0), value, worker.state, full_style="cyan")
 
 
 class TrainView(RunView):

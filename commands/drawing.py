@@ -97,9 +97,17 @@ class Lines:
         self.table.add_column(no_wrap=True, overflow="ellipsis")
         self._ends: list[Text] = []
 
-    def bar(self, name: str, done: float, total: float | None, value: str, rest: str = "") -> None:
-        """A progress bar; it pulses where the total is not known."""
-        bar = ProgressBar(total=total if total else None, completed=min(done, total or done), pulse=total is None)
+    def bar(
+        self, name: str, done: float, total: float | None, value: str, rest: str = "", full_style: str = "green"
+    ) -> None:
+        """A progress bar; it pulses where the total is not known, and is drawn in another colour where it is full."""
+        bar = ProgressBar(
+            total=total if total else None,
+            completed=min(done, total or done),
+            pulse=total is None,
+            complete_style="cyan",
+            finished_style=full_style,
+        )
         self.table.add_row(name, bar, value, Text(rest, style="dim"))
 
     def curve(self, name: str, curve: Curve, value: str, rest: str = "") -> None:

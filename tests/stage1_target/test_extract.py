@@ -88,6 +88,9 @@ def full_store(base_config: ExtractConfig, tmp_path_factory: pytest.TempPathFact
     assert result.num_new_samples == 120
     progress = [event for event in events if isinstance(event, Progress)][-1]
     assert (progress.num_samples, progress.num_committed) == (120, 120)
+    (worker,) = progress.workers
+    assert (worker.label, worker.state, worker.num_tokens) == ("CPU worker 0", "done", progress.num_tokens)
+    assert progress.num_workers == 1 and progress.line().endswith("tokens/s on 1 worker")
     return store
 
 
