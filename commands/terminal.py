@@ -187,8 +187,8 @@ class Terminal:
         stream = self._stream
 
         class Screen(Console):
-            @property
-            def size(self) -> ConsoleDimensions:  # type: ignore[misc]  # rich asks descriptors 0 to 2, captured here
+            @property  # type: ignore[misc]
+            def size(self) -> ConsoleDimensions:  # rich asks descriptors 0 to 2, which are captured here
                 with suppress(OSError):
                     return ConsoleDimensions(*os.get_terminal_size(stream.fileno()))
                 return ConsoleDimensions(80, 25)
