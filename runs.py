@@ -126,6 +126,11 @@ class RunState:
     @classmethod
     def from_json(cls, document: Any) -> RunState:
         """Raises TypeError, KeyError or AttributeError for anything that is no state."""
+        if not isinstance(document, dict):
+            raise TypeError(f"found a JSON {type(document).__name__}")
+        for name, kinds in {"started_at": int | float, "heartbeat_at": int | float, "progress": dict | None}.items():
+            if not isinstance(document.get(name), kinds):
+                raise TypeError(f"{name} is {document.get(name)!r}")
         known = {field.name for field in dataclasses.fields(cls)}
         values = {name: value for name, value in document.items() if name in known}
         return cls(**values | {"process": ProcessIdentity(**document["process"])})

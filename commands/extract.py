@@ -12,6 +12,7 @@ from dflash_train.commands.detach import current_recorder, detachable, recorded_
 from dflash_train.commands.options import (
     allow_busy_gpus_option,
     chat_template_arguments_of,
+    check_name,
     data_options,
     gpus_option,
     layer_ids_of,
@@ -27,7 +28,11 @@ from dflash_train.runs import logs_folder
 @target_options(required=True)
 @data_options
 @click.option(
-    "--store", required=True, type=click.Path(path_type=Path), help="Folder of the store; filled up if it is there."
+    "--store",
+    required=True,
+    type=click.Path(path_type=Path),
+    callback=check_name,
+    help="Folder of the store; filled up if it is there.",
 )
 @gpus_option
 @allow_busy_gpus_option
@@ -84,10 +89,8 @@ def extract(
 
     Run the same command again, with any number of GPUs, to go on after a stop or a kill: it stores what is missing.
     """
-    target_layer_ids, template_arguments = (
-        layer_ids_of(target_layers),
-        chat_template_arguments_of(chat_template_arguments),
-    )
+    target_layer_ids = layer_ids_of(target_layers)
+    template_arguments = chat_template_arguments_of(chat_template_arguments)
     if not fields["dry_run"]:
         check_start(gpus=gpus, store=fields["store"], target=target, revision=revision, allow_busy_gpus=allow_busy_gpus)
     from dflash_train.commands.display import ExtractView

@@ -9,6 +9,7 @@ import click
 
 from dflash_train.commands.options import json_option, one_gpu_option, output_option, target_options, use_one_device
 from dflash_train.commands.terminal import Terminal, progress_options, say, show
+from dflash_train.errors import InputError
 
 
 @click.command("inspect-store")
@@ -57,6 +58,8 @@ def inspect_store(
     if verify == "recompute":
         if target is None:
             raise click.UsageError("--verify recompute runs the target again: give --target.")
+        if not 0 <= tolerance < float("inf"):
+            raise InputError(f"--tolerance is {tolerance}, but a difference is at least 0 and finite.")
         torch_device = use_one_device(gpus)
         from dataclasses import asdict
 

@@ -18,7 +18,9 @@ POLL_SECONDS = 0.3
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("-f", "--follow", is_flag=True, help="Print what comes, until the run has ended.")
-@click.option("-n", "--lines", default=50, show_default=True, help="How many lines of each log.")
+@click.option(
+    "-n", "--lines", type=click.IntRange(min=0), default=50, show_default=True, help="How many lines of each log."
+)
 @click.option("--workers", is_flag=True, help="The logs of its processes, one a GPU, instead of its own.")
 def logs(folder: Path, follow: bool, lines: int, workers: bool) -> None:
     """Print the log of an extract or a training run.

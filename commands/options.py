@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -69,8 +70,30 @@ allow_busy_gpus_option = click.option(
     "--allow-busy-gpus", is_flag=True, help="Start on GPUs that other processes hold memory of, instead of stopping."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+
+
+def check_name(_context: click.Context, _parameter: click.Parameter, path: Path) -> Path:
+    """Refuse a path such as «» or «..», beside which nothing can stand."""
+    if not path.name or path.name == "..":
+        raise click.BadParameter(f"{str(path)!r} has no name of its own; name the folder to make.")
+    return path
+
+
+def _check_output(_context: click.Context, _parameter: click.Parameter, path: Path | None) -> Path | None:
+    """Refuse a file that could not be written, before the work whose result it is for."""
+    place = None if path is None else next(parent for parent in path.absolute().parents if parent.exists())
+    if place is not None and not place.is_dir():
+        raise click.BadParameter(f"{str(path)!r} lies under the file {str(place)!r}; name another path.")
+    if place is not None and not os.access(place, os.W_OK):
+        raise click.BadParameter(f"{str(place)!r} cannot be written; name another path.")
+    return path
+
+
 output_option = click.option(
-    "--output", type=click.Path(dir_okay=False, path_type=Path), help="Also write the JSON here."
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=_check_output,
+    help="Also write the JSON here.",
 )
 
 
@@ -94,10 +117,11 @@ def layer_ids_of(text: str | None) -> tuple[int, ...] | None:
 
 
 def chat_template_arguments_of(text: str) -> dict[str, Any]:
+    wanted = """Write an object, such as '{"enable_thinking": false}'."""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise click.UsageError(f"--chat-template-arguments is no JSON ({error}): {text!r}.") from error
+    except (ValueError, RecursionError) as error:  # RecursionError: nested without end
+        raise click.UsageError(f"--chat-template-arguments is no JSON ({error}): {text[:80]!r}. {wanted}") from error
     if not isinstance(value, dict):
-        raise click.UsageError(f"--chat-template-arguments must be a JSON object, found {text!r}.")
+        raise click.UsageError(f"--chat-template-arguments is {text[:80]!r}, no JSON object. {wanted}")
     return value

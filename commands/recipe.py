@@ -80,8 +80,23 @@ def read_recipe(path: Path, command: click.Command, commands: tuple[str, ...]) -
             raise InputError(
                 f"The recipe {path} has an unknown option {key!r} in [{command.name}]{_nearest(key, known)}."
             )
-        values[known[key]] = json.dumps(value) if isinstance(value, dict) else value
+        parameter = next(one for one in command.params if one.name == known[key])
+        values[known[key]] = _checked(f"The recipe {path} has {key} = ", value, parameter)
     return values
+
+
+def _checked(start: str, value: Any, parameter: click.Parameter) -> Any:
+    """The value as click takes it; raises InputError for a TOML type that the option cannot be made from."""
+    if isinstance(value, dict):
+        return json.dumps(value)
+    scalar = (str, int, float)  # bool is an int
+    if parameter.nargs == 1 and not parameter.multiple:
+        is_text = isinstance(parameter.type, click.Path)
+        if not isinstance(value, str if is_text else scalar):
+            raise InputError(f"{start}{value!r}; write {'text in quotes' if is_text else 'one number or text'}.")
+    elif not isinstance(value, list) or not all(isinstance(item, scalar) for item in value):
+        raise InputError(f"{start}{value!r}; write a list of {parameter.nargs} values.")
+    return value
 
 
 def format_recipe(command: click.Command, values: Mapping[str, Any]) -> str:

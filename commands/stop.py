@@ -12,7 +12,9 @@ from dflash_train.runs import ask_to_stop, find_state, read_state, tail
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--timeout", default=600.0, show_default=True, help="Seconds to wait for the end.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0), default=600.0, show_default=True, help="Seconds to wait for the end."
+)
 def stop(folder: Path, timeout: float) -> None:
     """Ask a run to save and end, and wait until it has.
 

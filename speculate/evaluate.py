@@ -43,6 +43,8 @@ from dflash_train.stage2_drafter.drafter import Drafter
 if TYPE_CHECKING:
     from rich.console import Group
 
+MOST_BLOCK_SIZE = 1024  # drafters are trained on 4 to 32 and do not generalise to larger blocks
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
@@ -75,6 +77,8 @@ class EvaluateConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InputError(f"--{name.replace('_', '-')} is {value}, but at least {least} is needed.")
+        if self.block_size is not None and self.block_size > MOST_BLOCK_SIZE:
+            raise InputError(f"--block-size is {self.block_size}, but at most {MOST_BLOCK_SIZE} makes sense.")
 
     def resolve_device(self) -> torch.device:
         """The device to run on. Raises InputError for CUDA where there is none."""

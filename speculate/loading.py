@@ -49,7 +49,7 @@ def load_drafter_config(path: Path) -> DrafterConfig:
     file = find_drafter(path) / CONFIG_FILE
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{file} is no JSON ({error}); give a drafter's folder in z-lab's format.") from error
     if not isinstance(fields, dict):
         raise InputError(f"{file} holds no JSON object; give a drafter's folder in z-lab's format.")

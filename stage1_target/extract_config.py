@@ -52,7 +52,12 @@ class ExtractConfig:
     def __post_init__(self) -> None:
         for name in ("num_taps", "batch_tokens", "segment_bytes", "segment_seconds", "calibration_tokens"):
             if not getattr(self, name) > 0:  # NaN is not
-                raise InputError(f"{name} is {getattr(self, name)} but must be more than 0.")
-        if self.seed < 0:
-            raise InputError(f"seed is {self.seed} but must be at least 0.")
+                raise InputError(f"--{name.replace('_', '-')} is {getattr(self, name)}, but must be more than 0.")
+        if not 0 <= self.seed < 2**63:
+            raise InputError(f"--seed is {self.seed}, but must be at least 0 and below 2**63.")
+        for name, folder in (("log_folder", self.log_folder), ("sample_cache", self.sample_cache)):
+            if folder is not None and folder.exists() and not folder.is_dir():
+                raise InputError(
+                    f"--{name.replace('_', '-')} is {folder}, a file, but must be a folder; name another path."
+                )
         make_encoding(self.encoding, 1, 1)

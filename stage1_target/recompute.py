@@ -8,14 +8,15 @@ shape takes other matrix kernels (in bfloat16 another 1 % or so).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from dflash_train.stage1_target.identity import check_target
-from dflash_train.stage1_target.target import TargetConfig, load_target
+from dflash_train.errors import InputError
+from dflash_train.stage1_target.identity import check_target, known_without_weights, refuse_differences
+from dflash_train.stage1_target.target import TargetConfig, load_model_config, load_target, load_tokenizer
 from dflash_train.store.manifest import StoreError, format_id
 from dflash_train.store.reader import StoreReader
 
@@ -43,10 +44,16 @@ def recompute_samples(
 
     Raises StoreError where the store is empty or was made from something else.
     """
+    if num_samples < 1:
+        raise InputError(f"--num-samples is {num_samples}, but at least 1 is needed to compare.")
     reader = StoreReader(path)
     if not len(reader.samples):
         raise StoreError(f"The store {path} holds no samples to recompute; run dflash extract first.")
-    target = load_target(target_config, reader.manifest.target_layer_ids, device)
+    layer_ids, model_config = reader.manifest.target_layer_ids, load_model_config(target_config)
+    tokenizer = load_tokenizer(target_config)
+    known = known_without_weights(target_config, model_config, tokenizer, layer_ids, reader.encoding)
+    refuse_differences(path, reader.manifest.differences(replace(reader.manifest, **known)))  # before the weights load
+    target = load_target(target_config, layer_ids, device)
     check_target(reader, target, reader.encoding)
     channel_scale = torch.from_numpy(reader.channel_scale)
     layers = (len(target.target_layer_ids), target.hidden_size)

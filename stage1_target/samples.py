@@ -64,10 +64,12 @@ class DataConfig:
     """Variables for the chat template, such as enable_thinking."""
 
     def __post_init__(self) -> None:
+        if not self.source:
+            raise InputError("The data has no name; give a file, a folder or a data set of the hub.")
         if self.max_tokens < 2:
-            raise InputError(f"max_tokens is {self.max_tokens}; wanted at least 2, an anchor and its successor.")
+            raise InputError(f"--max-tokens is {self.max_tokens}; wanted at least 2, an anchor and its successor.")
         if self.max_samples is not None and self.max_samples < 1:
-            raise InputError(f"max_samples is {self.max_samples}; wanted at least 1, or none for all samples.")
+            raise InputError(f"--max-samples is {self.max_samples}; wanted at least 1, or none for all samples.")
 
 
 def prepare_samples(
@@ -200,7 +202,7 @@ class _TableBuilder:
             [(reason, count)] = Counter(entry["reason"] for entry in self.quarantined).most_common(1)
             raise InputError(
                 f"No row of {self.config.source} ({self.format_name} format, {self.num_rows} rows) can be used; the "
-                f"commonest reason ({count} times): {reason}."
+                f"commonest reason ({count} times): {reason}. Give other rows, or mend these."
             )
 
     def _tokenize(self, rows: list[Row]) -> Iterator[tuple[int, int | None, Tokens]]:

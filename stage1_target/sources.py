@@ -193,7 +193,7 @@ def _table_rows(file: Path) -> Iterator[Row]:
             for row in datasets.load_dataset(loader, data_files=[str(file)], split="train", streaming=True):
                 yield without_nulls(row)
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-            raise InputError(f"{file} cannot be read: {_first_line(error)}") from error
+            raise InputError(f"{file} cannot be read: {_first_line(error).rstrip('.')}. Write it again.") from error
 
 
 def _saved_dataset(source: str, path: Path, split: str) -> Source:

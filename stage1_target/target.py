@@ -15,6 +15,7 @@ import contextlib
 import importlib.util
 import io
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,10 @@ class TargetConfig:
                 f"{self.name} is a GGUF file, which needs the package {' and '.join(missing)}; "
                 "install the extra: pip install 'dflash-train[gguf]'."
             )
-        return str(Path(self.name).parent), {"gguf_file": Path(self.name).name}
+        return str(Path(self.name).parent), {"gguf_file": Path(self.name).name, "trust_remote_code": False}
+
+
+LOCAL_PATH = re.compile(r"[./~]|[^/]*/[^/]*/")  # what cannot be org/name
 
 
 def _from_pretrained(auto_class: Any, config: TargetConfig, what: str, **keywords: Any) -> Any:
@@ -83,14 +87,28 @@ def _from_pretrained(auto_class: Any, config: TargetConfig, what: str, **keyword
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     name, source = config.source()
+    if LOCAL_PATH.match(name) and not Path(name).exists():
+        raise InputError(f"The target {name!r} is not there; give a model's folder, or a name on the hub.")
     # transformers draws the bar of a GGUF conversion whatever it is told
     silence = contextlib.redirect_stderr(io.StringIO()) if config.is_gguf else contextlib.nullcontext()
     try:
         with silence:
             return auto_class.from_pretrained(name, **source, **keywords)
-    except (OSError, ValueError, KeyError) as error:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise InputError(f"Could not load the {what} of the target {config.name!r}: {reason}") from error
+    except Exception as error:  # a damaged file shows in as many ways as there are parsers; --debug shows which
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if "custom code" in str(error) and not config.trust_remote_code:
+            reason, way_out = (
+                "it brings code of its own",
+                "Read that code, then give --trust-remote-code to let it run.",
+            )
+        else:
+            if what == "weights" and "model.safetensors" in reason:
+                reason += " (weights are read from safetensors alone: a pickle could run code)"
+            reason = reason if len(reason) <= 200 else f"{reason[:200]} …"
+            way_out = "Give a whole model folder, or a name on the hub that this machine can reach."
+        raise InputError(
+            f"Could not load the {what} of the target {config.name!r}: {reason.rstrip('.!')}. {way_out}"
+        ) from error
 
 
 def load_tokenizer(config: TargetConfig) -> Any:
@@ -284,6 +302,8 @@ def load_target(config: TargetConfig, target_layer_ids: Sequence[int], device: t
 
         if hasattr(transformers, "GgufConfig"):  # otherwise unpacking is what it does anyway
             keywords["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    else:
+        keywords["use_safetensors"] = True  # never a pickle, which could run code
     if device.type == "cuda" and importlib.util.find_spec("accelerate") is not None:
         keywords["device_map"] = {"": device}  # straight to the GPU, without a copy of the model in host memory
     model, loading = _from_pretrained(_auto_class(model_config, config), config, "weights", **keywords)

@@ -85,7 +85,7 @@ class Checkpoint:
             return TrainerState.from_json(json.loads((self.path / name).read_text()))
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise InputError(
-                f"{self.path} cannot be resumed from: {error}. Delete this folder to go on from the one before it."
+                f"{self.path} cannot be resumed from: {str(error).rstrip('.')}. Delete this folder to go on from the one before it."
             ) from error
 
     def masters(self) -> dict[str, Tensor]:
@@ -103,7 +103,7 @@ class Checkpoint:
             tensors: dict[str, Tensor] = load_file(self.path / name)
         except (OSError, SafetensorError, InputError) as error:
             raise InputError(
-                f"{self.path / name} cannot be read: {error}. Delete {self.path} to go on from the checkpoint before it."
+                f"{self.path / name} cannot be read: {str(error).rstrip('.')}. Delete {self.path} to go on from the checkpoint before it."
             ) from error
         return tensors
 

@@ -6,6 +6,7 @@ Symbols: S tokens of a row, A anchors a row, K block size, R rows of an optimize
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,10 +124,14 @@ class TrainConfig:
                 raise InputError(f"--{_option(name)} is {getattr(self, name)}; it is a share between 0 and 1.")
         if not 0 <= self.holdout < 1:
             raise InputError(f"--holdout is {self.holdout}; it is a share of at least 0 and below 1.")
-        if self.lr <= 0 or self.clip <= 0 or (self.gamma is not None and self.gamma <= 0):
-            raise InputError(
-                f"--lr {self.lr}, --clip {self.clip} and --gamma {self.gamma}: each must be above 0 where it is given."
-            )
+        for name in ("lr", "clip", "gamma", "weight_decay"):
+            value = getattr(self, name)
+            if value is not None and not ((value > 0 or name == "weight_decay") and math.isfinite(value)):
+                raise InputError(
+                    f"--{_option(name)} is {value}; it must be finite and {'at least' if name == 'weight_decay' else 'above'} 0."
+                )
+        if self.seed >= 2**63:
+            raise InputError(f"--seed is {self.seed}, but must be below 2**63.")
         if not all(0 <= beta < 1 for beta in self.betas) or len(self.betas) != 2:
             raise InputError(f"--betas are {self.betas}; two numbers of at least 0 and below 1 are needed.")
 

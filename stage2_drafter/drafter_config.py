@@ -188,10 +188,11 @@ class DrafterConfig:
 
         A key may stand in dflash_config or at the top; in both, it must say the same.
         """
-        nested = config.get("dflash_config")
+        nested = config.get("dflash_config") if isinstance(config, Mapping) else None
         if not isinstance(nested, Mapping):
             raise InputError(
-                "The drafter's config.json has no dflash_config; this is no DFlash checkpoint in z-lab's format."
+                "The drafter's config.json has no dflash_config; this is no DFlash checkpoint in z-lab's format. Give the "
+                "config.json of one."
             )
 
         def value(name: str, *, default: Any = None, required: bool = False) -> Any:

@@ -178,9 +178,14 @@ def _read_metadata(folder: Path, name: str, checksums: Mapping[str, Checksum] | 
     text = read_summed(folder, name, checksums)
     try:
         metadata: dict[str, Any] = json.loads(text)
+        if not isinstance(metadata, dict):
+            raise TypeError(f"found a JSON {type(metadata).__name__}, wanted an object")
         found = (metadata["zarr_format"], metadata["node_type"])
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise StoreError(f"{folder / name} is no zarr metadata: {type(error).__name__}: {error}.") from error
+        raise StoreError(
+            f"{folder / name} is no zarr metadata: {type(error).__name__}: {error}. Restore it from a copy, or "
+            f"extract again."
+        ) from error
     if found != (3, node_type):
         raise StoreError(f"{folder / name} describes a zarr v{found[0]} {found[1]}, not a zarr v3 {node_type}.")
     return metadata

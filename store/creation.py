@@ -7,6 +7,7 @@ stale lock survives a kill. It lies beside the store because it is needed before
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -91,14 +92,20 @@ def create_store(
 
 @contextmanager
 def store_lock(path: Path) -> Iterator[None]:
-    """Hold the one lock of a store, existing or not; a second holder gets StoreError naming the first one's pid."""
-    path = path.resolve()
-    lock = path.with_name(path.name + ".lock")
+    """Hold the one lock of a store, existing or not; a second holder gets StoreError naming the first one's pid.
+
+    Where there is still no store when it is let go, the lock file goes too.
+    """
     try:
-        Files().make_directories(path.parent)
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise write_error(lock, 0, error) from error
+        given, path = path, path.resolve()
+    except (OSError, RuntimeError) as error:  # which of them depends on the version of Python
+        raise StoreError(
+            f"{path} is a link that leads in a circle. Choose another path, or remove it first."
+        ) from error
+    if not path.name:
+        raise StoreError(f"{path} cannot be a store. Choose a folder inside it.")
+    lock = path.with_name(path.name + ".lock")
+    descriptor = _open_lock(given, lock)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -108,10 +115,35 @@ def store_lock(path: Path) -> Iterator[None]:
                 f"{path} is in use by process {holder}. Wait until it has ended, or stop it, then run this again."
             ) from error
         os.ftruncate(descriptor, 0)
+        if not _is_same_file(descriptor, lock):
+            raise StoreError(f"{path} was let go by another process in this very moment. Run this again.")
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-        yield
+        try:
+            yield
+        finally:
+            if not (path / "zarr.json").exists():
+                lock.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
+
+
+def _open_lock(store: Path, lock: Path) -> int:
+    try:
+        Files().make_directories(lock.parent)
+        return os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EISDIR):
+            reason = "its name is too long" if error.errno == errno.ENAMETOOLONG else "a file stands in its way"
+            raise StoreError(f"{store} cannot be a store: {reason}. Choose another path.") from error
+        raise write_error(lock, 0, error) from error
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+    """Whether the open file is still the one at path: its last holder may have removed it before it was locked here."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def clean_staging(path: Path, files: Files | None = None) -> int:

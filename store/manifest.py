@@ -107,7 +107,7 @@ class Manifest:
                 raise StoreError(f"The manifest has no field '{field}'; it is damaged or not of format {version}.")
             value = attributes[field]
             if not _is_a(value, kind):
-                raise StoreError(f"The manifest's field '{field}' is {value!r}, not {kind}; it is damaged.")
+                raise StoreError(f"The manifest's field '{field}' is {value!r}, not {_kind_name(kind)}; it is damaged.")
             values[field] = value
         return cls(**values)
 
@@ -153,6 +153,10 @@ def hash_calibration(channel_scale: NDArray[np.float32]) -> str:
 
 def _field_types() -> dict[str, Any]:
     return typing.get_type_hints(Manifest)
+
+
+def _kind_name(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
 def _is_a(value: Any, kind: Any) -> bool:

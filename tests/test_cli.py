@@ -99,7 +99,7 @@ def data(tmp_path: Path) -> Path:
         (
             ["extract", "--target", "t", "--data", "d", "--store", "s", "--chat-template-arguments", "[1]"],
             2,
-            "must be a JSON object",
+            "no JSON object",
         ),
         (["evaluate", "--target", "t", "--drafter", "d", "--data", "p", "--gpus", "cpu:2"], 1, "name one"),
     ],

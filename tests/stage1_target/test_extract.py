@@ -241,11 +241,11 @@ def test_wrong_settings_are_refused() -> None:
         "data": DataConfig(source="y"),
         "store": Path("z"),
     }
-    with pytest.raises(InputError, match="segment_seconds is nan but must be more than 0"):
+    with pytest.raises(InputError, match="--segment-seconds is nan, but must be more than 0"):
         ExtractConfig(**parts, segment_seconds=float("nan"))
-    with pytest.raises(InputError, match="seed is -1 but must be at least 0"):
+    with pytest.raises(InputError, match="--seed is -1, but must be at least 0"):
         ExtractConfig(**parts, seed=-1)
-    with pytest.raises(InputError, match="batch_tokens is 0 but must be more than 0"):
+    with pytest.raises(InputError, match="--batch-tokens is 0, but must be more than 0"):
         ExtractConfig(**parts, batch_tokens=0)
     with pytest.raises(InputError, match="Encoding 'fp4' is unknown"):
         ExtractConfig(**parts, encoding="fp4")

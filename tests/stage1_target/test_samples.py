@@ -116,7 +116,7 @@ def test_empty_data_set_and_unknown_columns_are_refused(prepare: Any) -> None:
         prepare([])
     with pytest.raises(InputError, match="columns of .* are question, answer; wanted `messages`"):
         prepare([{"question": "a", "answer": "b"}])
-    with pytest.raises(InputError, match="max_tokens is 1"):
+    with pytest.raises(InputError, match="--max-tokens is 1"):
         prepare([chat("a", "b")], max_tokens=1)
 
 

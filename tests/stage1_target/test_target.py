@@ -183,7 +183,7 @@ def test_layers_that_run_twice_are_refused(tiny_target: Callable[..., Path]) -> 
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("/no/such/folder", "Could not load the config of the target '/no/such/folder'"),
+        ("/no/such/folder", "The target '/no/such/folder' is not there"),
         ("/no/such/file.gguf", "'/no/such/file.gguf' is no file"),
     ],
 )
