@@ -124,7 +124,7 @@ def test_norms_are_not_decayed() -> None:
         ({"loss": "kl"}, "choose one of decay, dpace"),
         ({"holdout": 1.0}, "--holdout is 1.0"),
         ({"rows_per_step": 0}, "--rows-per-step is 0, but at least 1"),
-        ({"lr": 0.0}, "--lr 0.0"),
+        ({"lr": 0.0}, "--lr is 0.0"),
         ({"betas": (0.9, 1.0)}, "--betas"),
     ],
 )
