@@ -13,10 +13,10 @@ from dflash_train.commands.drawing import Clock, Curve, Lines
 from dflash_train.commands.terminal import Line
 from dflash_train.speculate.events import Decoded
 from dflash_train.stage1_target.events import Event as ExtractEvent
-from dflash_train.stage1_target.events import Progress, Tokenising, WorkerProgress, format_duration
+from dflash_train.stage1_target.events import Progress, Tokenising, WorkerProgress
 from dflash_train.stage1_target.forecast import Forecast
 from dflash_train.stage2_drafter.events import StepDone
-from dflash_train.store.files import format_bytes
+from dflash_train.units import format_bytes, format_duration
 
 MOST_WORKERS = 16
 """Workers that get a line of their own."""

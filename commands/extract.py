@@ -21,7 +21,8 @@ from dflash_train.commands.options import (
 from dflash_train.commands.preflight import check_start
 from dflash_train.commands.recipe import write_recipe
 from dflash_train.commands.terminal import Terminal, fail, progress_options
-from dflash_train.runs import logs_folder
+from dflash_train.machine.runs import logs_folder
+from dflash_train.units import format_duration
 
 
 @click.command()
@@ -94,7 +95,7 @@ def extract(
     if not fields["dry_run"]:
         check_start(gpus=gpus, store=fields["store"], target=target, revision=revision, allow_busy_gpus=allow_busy_gpus)
     from dflash_train.commands.display import ExtractView
-    from dflash_train.stage1_target.events import Event, format_duration
+    from dflash_train.stage1_target.events import Event
     from dflash_train.stage1_target.extract import ExtractConfig
     from dflash_train.stage1_target.extract import extract as run
     from dflash_train.stage1_target.forecast import Forecast

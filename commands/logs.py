@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from dflash_train.errors import InputError
-from dflash_train.runs import RunState, find_state, read_state
+from dflash_train.machine.runs import RunState, find_state, read_state
 
 POLL_SECONDS = 0.3
 

@@ -99,7 +99,7 @@ output_option = click.option(
 
 def use_one_device(gpus: str | None) -> str:
     """Make the first of the given devices the only one that this process sees; call before torch is imported."""
-    from dflash_train.launch import parse_devices, use_device
+    from dflash_train.machine.launch import parse_devices, use_device
 
     devices = parse_devices(gpus)
     if gpus is not None and len(devices) > 1:

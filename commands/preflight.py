@@ -31,7 +31,7 @@ def preflight(as_json: bool, **fields: Any) -> None:
     """
     from dataclasses import asdict
 
-    from dflash_train.preflight import Plan, check_machine
+    from dflash_train.machine.preflight import Plan, check_machine
 
     checks = check_machine(Plan(**fields), thorough=True)
     count = Counter(check.status for check in checks)
@@ -48,8 +48,8 @@ def preflight(as_json: bool, **fields: Any) -> None:
 
 def check_start(**fields: Any) -> None:
     """The cheap checks of a Plan, before anything heavy is imported: says each warning, raises InputError for errors."""
-    from dflash_train.launch import torchrun_place
-    from dflash_train.preflight import Plan, check_machine, stop_on_errors
+    from dflash_train.machine.launch import torchrun_place
+    from dflash_train.machine.preflight import Plan, check_machine, stop_on_errors
 
     checks = check_machine(Plan(**fields))
     place = torchrun_place()

@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from dflash_train.commands.options import json_option
-from dflash_train.runs import RunState, find_state, format_duration, read_state, tail
+from dflash_train.machine.runs import RunState, find_state, read_state, tail
+from dflash_train.units import format_duration
 
 EXIT_STATUS = {"finished": 0, "failed": 1, "died": 1, "running": 3, "stopped": 4}
 STALL_SECONDS = 600.0

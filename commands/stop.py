@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from dflash_train.commands.terminal import Failure
-from dflash_train.runs import ask_to_stop, find_state, read_state, tail
+from dflash_train.machine.runs import ask_to_stop, find_state, read_state, tail
 
 
 @click.command()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dflash_train.stage1_target.forecast import Forecast
+from dflash_train.units import format_count, format_duration
 
 
 @dataclass(frozen=True)
@@ -63,19 +64,6 @@ class Progress:
             f"{self.num_tokens:,} tokens, {self.tokens_per_second:,.0f} tokens/s on "
             f"{format_count(self.num_workers, 'worker')}{left}"
         )
-
-
-def format_duration(seconds: float) -> str:
-    """«40 s», «12 min», «3 h 05 min»."""
-    if seconds < 99.5:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60:,} h {minutes % 60:02} min"
-
-
-def format_count(count: int, noun: str) -> str:
-    """«1 worker», «1,000 workers»."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 Event = Tokenising | Note | Forecast | Progress

@@ -8,22 +8,18 @@ workers. A stop signal lets every worker commit its open segment and ends with s
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
 
-from dflash_train.launch import parse_devices, start_processes
-from dflash_train.stage1_target.events import Event, Note, Progress, Report, Tokenising, format_count
+from dflash_train.machine.launch import parse_devices, start_processes, stop_signals
+from dflash_train.stage1_target.events import Event, Note, Progress, Report, Tokenising
 from dflash_train.stage1_target.extract_config import ExtractConfig
 from dflash_train.stage1_target.forecast import Forecast
 from dflash_train.stage1_target.preparation import open_if_there, prepare, segment_attributes, stored_indices
 from dflash_train.stage1_target.supervisor import Supervisor
 from dflash_train.store.creation import clean_staging, store_lock
+from dflash_train.units import format_count
 
 __all__ = ["Event", "ExtractConfig", "ExtractResult", "Forecast", "Note", "Progress", "Tokenising", "extract"]
 
@@ -96,7 +92,7 @@ def extract(config: ExtractConfig, report: Report | None = None) -> ExtractResul
         }
         report(Note(f"{format_count(len(devices), 'worker')} will load the target; logs are in {logs}"))
         with (
-            _stop_signals() as stop,
+            stop_signals() as stop,
             start_processes(
                 "dflash_train.stage1_target.worker.run_worker",
                 [{**arguments, "device": device.torch_device} for device in devices],
@@ -114,24 +110,3 @@ def extract(config: ExtractConfig, report: Report | None = None) -> ExtractResul
         result.seconds = time.monotonic() - started
         result.failures = run.failures
         return result
-
-
-@contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set; the second SIGINT interrupts at once. Outside the main thread never set."""
-    stop = threading.Event()
-
-    def handle(number: int, _frame: Any) -> None:
-        if stop.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        stop.set()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from dflash_train.stage1_target.samples import SampleTable
 from dflash_train.store.encoding import ENCODINGS, make_encoding
-from dflash_train.store.files import StoreError, format_bytes
+from dflash_train.store.files import StoreError
+from dflash_train.units import format_bytes
 
 PERCENTILES = (50, 90, 99, 100)
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dflash_train.launch import parse_devices, user_cache_folder
+from dflash_train.machine.launch import parse_devices, user_cache_folder
 from dflash_train.stage1_target.calibration import channel_scale_of
 from dflash_train.stage1_target.events import Note, Report, Tokenising
 from dflash_train.stage1_target.extract_config import ExtractConfig

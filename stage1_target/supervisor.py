@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dflash_train.errors import InputError
-from dflash_train.launch import Process, ProcessGroup
+from dflash_train.machine.launch import Process, ProcessGroup
 from dflash_train.stage1_target import messages
 from dflash_train.stage1_target.dealer import Dealer
 from dflash_train.stage1_target.events import Note, Progress, Report, WorkerProgress

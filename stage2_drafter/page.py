@@ -16,7 +16,7 @@ from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.curves import accuracy_of, number, run_charts, shown_slots, slot_accuracy
 from dflash_train.stage2_drafter.report import CheckpointRecord, RunRecord
 from dflash_train.stage2_drafter.versions import package_versions
-from dflash_train.store.files import format_bytes
+from dflash_train.units import format_bytes
 
 MOST_EVALUATIONS = 200  # rows of the table
 _WORDS = {"None": "none", "True": "yes", "False": "no"}

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_train.errors import InputError
-from dflash_train.store.files import Files, format_bytes
+from dflash_train.store.files import Files
+from dflash_train.units import format_bytes
 
 _BYTES_PER_PARAMETER = 2 + 4 + 8  # bf16 export, fp32 master, two fp32 moments
 

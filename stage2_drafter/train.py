@@ -7,23 +7,22 @@ Under torchrun every process calls `train` itself and is a rank.
 """
 
 import secrets
-import signal
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dflash_train.errors import InputError
-from dflash_train.launch import (
+from dflash_train.machine.launch import (
     Device,
     Process,
     ProcessGroup,
     TorchrunPlace,
     parse_devices,
     start_processes,
+    stop_signals,
     torchrun_place,
     with_compile_cache,
 )
@@ -113,7 +112,7 @@ def _follow(config: TrainConfig, devices: list[Device], report: Report, progress
     try:
         with (
             start_processes(RANK_FUNCTION, arguments, caches, config.run / "logs", "rank") as group,
-            _stop_signal() as stop,
+            stop_signals() as stop,
         ):
             told = False
             while group.running:
@@ -155,30 +154,12 @@ def _check_end(process: Process, group: ProcessGroup) -> None:
     raise RankDied(f"Rank {cause.index} died, and the run with it: {cause.describe_end()}. Run again to go on.")
 
 
-@contextmanager
-def _stop_signal() -> Iterator[threading.Event]:
-    """An event that the first SIGINT or SIGTERM sets; a second SIGINT raises KeyboardInterrupt as usual."""
-    stop = threading.Event()
-
-    def handle(number: int, frame: Any) -> None:
-        if stop.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        stop.set()
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _train_under_torchrun(config: TrainConfig, place: TorchrunPlace, report: Report, progress: Progress) -> TrainResult:
     """Be one rank of those that torchrun started; the rendezvous is torchrun's."""
     import torch
 
     device = f"cuda:{place.local_rank}" if torch.cuda.is_available() else "cpu"
-    with _stop_signal() as stop:
+    with stop_signals() as stop:
         stopped = run_rank(config, place.rank, place.world, device, "env://", report, stop.is_set, progress)
     total = prepare_run(config, planned_segments(config.run)).total_steps
     result = _result(config, total, stopped)

@@ -17,21 +17,13 @@ from types import TracebackType
 from typing import Self
 
 from dflash_train.errors import InputError
+from dflash_train.units import format_bytes
 
 Data = bytes | bytearray | memoryview
 
 
 class StoreError(InputError):
     """Something on disk that the user has to settle: damaged, full, in use, or made for something else."""
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Format a size with a binary unit: 40960 is «40.0 KiB»."""
-    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
-        if abs(num_bytes) < 1024 or unit == "TiB":
-            break
-        num_bytes /= 1024
-    return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
 
 
 class Files:

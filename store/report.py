@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dflash_train.errors import InputError
-from dflash_train.store.files import format_bytes
 from dflash_train.store.manifest import canonical_json, format_id
 from dflash_train.store.reader import StoreReader
+from dflash_train.units import format_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -28,11 +28,11 @@ from dflash_train.store.creation import (
     stale_entries,
 )
 from dflash_train.store.encoding import Encoding
-from dflash_train.store.files import format_bytes
 from dflash_train.store.manifest import Manifest, StoreError, format_id, hash_calibration
 from dflash_train.store.opened import Segment, SegmentFiles, list_segments
 from dflash_train.store.reader import open_manifest
 from dflash_train.store.segment import SEGMENTS, row_arrays
+from dflash_train.units import format_bytes
 
 GAP_ROWS = 4096
 

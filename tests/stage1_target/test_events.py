@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
-
-from dflash_train.stage1_target.events import Progress, format_duration
+from dflash_train.stage1_target.events import Progress
 
 PROGRESS = Progress(
     num_samples=7,
@@ -19,14 +17,6 @@ PROGRESS = Progress(
     hours_left=0.75,
     num_workers=1,
 )
-
-
-@pytest.mark.parametrize(
-    "seconds, text",
-    [(0, "0 s"), (99, "99 s"), (100, "2 min"), (5940, "99 min"), (11_100, "3 h 05 min"), (4e6, "1,111 h 07 min")],
-)
-def test_duration_has_the_unit_that_fits(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text
 
 
 def test_progress_says_what_is_left_until_nothing_is() -> None:

@@ -17,7 +17,7 @@ import torch
 import zarr
 
 from dflash_train.errors import InputError
-from dflash_train.launch import ProcessGroup, start_processes
+from dflash_train.machine.launch import ProcessGroup, start_processes
 from dflash_train.stage1_target import extract as extract_module
 from dflash_train.stage1_target import messages, preparation, worker, writer
 from dflash_train.stage1_target.extract import Event, ExtractConfig, Note, Progress, extract

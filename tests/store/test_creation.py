@@ -12,13 +12,14 @@ import pytest
 import zarr
 
 from dflash_train.store.creation import clean_staging, create_store, store_lock
-from dflash_train.store.files import Files, StoreError, format_bytes, write_directory
+from dflash_train.store.files import Files, StoreError, write_directory
 from dflash_train.store.verify import verify_store
 
 HOLDER = """
 import sys, time
 from pathlib import Path
 from dflash_train.store.creation import store_lock
+from dflash_train.units import format_bytes
 with store_lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
@@ -107,16 +108,6 @@ def test_directory_that_exists_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="step-1 exists already"):
         write_directory(tmp_path / "step-1", {"a": b""})
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-1"]
-
-
-def test_sizes_have_a_unit() -> None:
-    assert [format_bytes(size) for size in (0, 1023, 40960, 3 * 2**30)] == [
-        "0 bytes",
-        "1023 bytes",
-        "40.0 KiB",
-        "3.0 GiB",
-    ]
-    assert format_bytes(5000 * 2**40) == "5000.0 TiB"
 
 
 def test_lock_that_cannot_be_made_says_where(tmp_path: Path) -> None:

@@ -18,8 +18,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -31,7 +33,7 @@ from dflash_train.errors import InputError
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 STARTUP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
-    "from dflash_train.launch import _run_process; _run_process(int(sys.argv[1]), int(sys.argv[2]))"
+    "from dflash_train.machine.launch import _run_process; _run_process(int(sys.argv[1]), int(sys.argv[2]))"
 )
 
 
@@ -348,3 +350,24 @@ def last_lines(log: Path, count: int = 3) -> list[str]:
     except OSError:
         return []
     return [line.strip() for line in text.splitlines() if line.strip()][-count:]
+
+
+@contextmanager
+def stop_signals() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set; the second SIGINT interrupts at once. Outside the main thread never set."""
+    stop = threading.Event()
+
+    def handle(number: int, frame: Any) -> None:
+        if stop.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

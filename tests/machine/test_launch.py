@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dflash_train import launch
 from dflash_train.errors import InputError
-from dflash_train.launch import last_lines, parse_devices, start_processes
+from dflash_train.machine import launch
+from dflash_train.machine.launch import last_lines, parse_devices, start_processes
 
 WORKER = """
 import os, sys, time
@@ -31,7 +31,7 @@ def sleep(connection):
     time.sleep(60)
 
 def start_another(connection, log_folder):
-    from dflash_train.launch import parse_devices, start_processes
+    from dflash_train.machine.launch import parse_devices, start_processes
     group = start_processes("launch_test_worker.sleep", [{}], parse_devices("cpu"), log_folder)
     group.wait(30)
     connection.send(group.processes[0].pid)
@@ -197,5 +197,7 @@ def test_cache_folder_respects_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_launch_imports_neither_torch_nor_transformers() -> None:
-    code = "import sys, dflash_train.launch; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    code = (
+        "import sys, dflash_train.machine.launch; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

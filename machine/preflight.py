@@ -16,10 +16,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from dflash_train.disks import PROBE_BYTES, disk_speed, existing_parent, file_system, is_remote, why_unwritable
 from dflash_train.errors import InputError
-from dflash_train.gpus import Driver, GpuState, gibibytes, read_driver, read_gpus
-from dflash_train.launch import Device, parse_devices, torchrun_place, user_cache_folder, visible_gpus
+from dflash_train.machine.disks import PROBE_BYTES, disk_speed, existing_parent, file_system, is_remote, why_unwritable
+from dflash_train.machine.gpus import Driver, GpuState, gibibytes, read_driver, read_gpus
+from dflash_train.machine.launch import Device, parse_devices, torchrun_place, user_cache_folder, visible_gpus
 from dflash_train.stage1_target.target_files import TargetFiles, read_target_files
 
 LEAST_FREE_BYTES = 2**30  # a checkpoint of a small drafter, or a segment's half

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_train.errors import InputError
-from dflash_train.launch import last_lines, torchrun_place
+from dflash_train.machine.launch import last_lines, torchrun_place
+from dflash_train.units import format_duration
 
 STATE_NAME = "state.json"
 WRITE_SECONDS = 1.0
@@ -146,14 +147,6 @@ class RunState:
             where = f"its process {self.process.pid} on {self.process.host} cannot be seen from here"
             return "died", f"no heartbeat for {format_duration(silence)}, and {where}"
         return "running", ""
-
-
-def format_duration(seconds: float) -> str:
-    """«40 s», «12 min», «3 h 05 min»."""
-    if seconds < 99.5:
-        return f"{max(seconds, 0):.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60:,} h {minutes % 60:02} min"
 
 
 def logs_folder(store: Path) -> Path:

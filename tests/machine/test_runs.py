@@ -17,16 +17,24 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from dflash_train import runs
 from dflash_train.cli import main
 from dflash_train.errors import InputError
-from dflash_train.runs import ProcessIdentity, Recorder, RunState, ask_to_stop, find_state, read_state, recording
+from dflash_train.machine import runs
+from dflash_train.machine.runs import (
+    ProcessIdentity,
+    Recorder,
+    RunState,
+    ask_to_stop,
+    find_state,
+    read_state,
+    recording,
+)
 
 RUN = """
 import sys, time
 from pathlib import Path
 from dflash_train.errors import InputError
-from dflash_train.runs import Recorder, recording
+from dflash_train.machine.runs import Recorder, recording
 
 recorder = Recorder(Path(sys.argv[1]), "train-drafter")
 with recording(recorder):

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from dflash_train import gpus, preflight
 from dflash_train.cli import main
 from dflash_train.commands.preflight import check_start
-from dflash_train.disks import disk_speed, existing_parent, file_system, is_remote
 from dflash_train.errors import InputError
-from dflash_train.gpus import Driver
+from dflash_train.machine import gpus, preflight
+from dflash_train.machine.disks import disk_speed, existing_parent, file_system, is_remote
+from dflash_train.machine.gpus import Driver
 from dflash_train.stage1_target.target_files import TargetFiles, read_target_files
 
 GIB = 2**30
@@ -448,7 +448,7 @@ def test_a_missing_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_the_checks_import_nothing_heavy() -> None:
     code = (
-        "import sys; from dflash_train.preflight import *; check_machine(Plan(target='no/such', gpus='cpu')); "
+        "import sys; from dflash_train.machine.preflight import *; check_machine(Plan(target='no/such', gpus='cpu')); "
         "print([m for m in ('torch', 'transformers', 'numpy', 'zarr', 'datasets') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
