@@ -65,6 +65,7 @@ def train_drafter(gpus: str | None, allow_busy_gpus: bool, **fields: Any) -> Non
     Run the same command again to go on from the newest checkpoint. Each folder RUN/checkpoints/step-… is a drafter in
     z-lab's format that SGLang, vLLM and z-lab's package load.
     """
+    from dflash_train.machine.launch import torchrun_place
     from dflash_train.stage2_drafter.config import TrainConfig
 
     config, context = TrainConfig(devices=gpus, **fields), click.get_current_context()
@@ -80,6 +81,9 @@ def train_drafter(gpus: str | None, allow_busy_gpus: bool, **fields: Any) -> Non
             terminal.report(line)
 
         result = train(config, *recorded_training(report, terminal.report))
+    place = torchrun_place()
+    if place is not None and place.rank != 0:  # one of torchrun's ranks speaks for all
+        return
     message = f"step {result.step:,} of {result.total_steps:,}: {result.checkpoint}"
     current_recorder().end("stopped" if result.stopped else "finished", message)
     click.echo(message)

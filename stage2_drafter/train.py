@@ -197,7 +197,7 @@ def _result(config: TrainConfig, total_steps: int, stopped: bool) -> TrainResult
     return TrainResult(
         run=config.run,
         step=checkpoint.step,
-        total_steps=total_steps,
+        total_steps=max(total_steps, checkpoint.step),
         stopped=stopped,
         checkpoint=checkpoint.path,
         evaluation=checkpoint.state().evaluation,

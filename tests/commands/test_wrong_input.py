@@ -765,7 +765,7 @@ CASES: dict[str, list[Case]] = {
             "a name with a NUL",
             EXTRACT.replace("rows.jsonl", "'a\0b.jsonl'"),
             1,
-            "a\u0000b.jsonl does not exist. Give a .json, .jsonl, .parquet or .arrow file, a folder of them, a save_to_disk folder, or a hub name.",
+            "…b.jsonl does not exist. Give a .json, .jsonl, .parquet or .arrow file, a folder of them, a save_to_disk folder, or a hub name.",
         ),
         Case(
             "a cache folder that is a file",

@@ -310,6 +310,8 @@ def test_little_space_and_a_slow_disk_are_told(tmp_path: Path, monkeypatch: pyte
     usage.free = GIB // 2
     [check] = preflight.check_disk(tmp_path, measure=True)
     assert (check.status, "0.5 GiB free" in check.text) == ("error", True)
+    [check] = preflight.check_disk(tmp_path, measure=False)
+    assert check.status == "warning", "a start has its own forecast"
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
