@@ -81,6 +81,13 @@ def prepare(config: ExtractConfig, report: Report) -> Prepared:
     cache = config.sample_cache or user_cache_folder() / "samples"
     table = prepare_samples(data, tokenizer, cache, lambda done, rows: report(Tokenising(done, rows)))
     pending = np.flatnonzero(~stored_indices(table, reader))
+    if reader is not None and not len(pending) and reader.manifest.target_name != config.target.name:
+        report(
+            Note(
+                f"the store was made with {reader.manifest.target_name}; the weights of {config.target.name} are not "
+                "compared where nothing is left to store (inspect-store --verify recompute does)"
+            )
+        )
     batches = plan_batches(table.lengths, pending, config.batch_tokens, config.seed)
     dtype = config.target.resolve_dtype(torch.device(parse_devices(config.devices)[0].torch_device))
     forecast = make_forecast(

@@ -150,6 +150,16 @@ def test_nothing_to_do_loads_no_target(
     assert result.message == "nothing to do: all 120 samples are stored"
 
 
+def test_nothing_to_do_says_that_another_targets_weights_were_not_compared(
+    config: ExtractConfig, full_store: Path, tiny_target: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extract_module, "start_processes", None)
+    notes: list[Any] = []
+    other = replace(config.target, name=str(tiny_target("llama", seed=1)))
+    extract(replace(config, store=full_store, target=other), notes.append)
+    assert any("are not compared where nothing is left to store" in getattr(note, "text", "") for note in notes)
+
+
 def test_dry_run_forecasts_and_writes_nothing(config: ExtractConfig) -> None:
     events: list[Event] = []
     result = extract(replace(config, dry_run=True), events.append)
