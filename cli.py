@@ -17,7 +17,10 @@ from dflash_train.commands.recipe import with_recipe
 from dflash_train.commands.terminal import Failure
 from dflash_train.errors import InputError
 
-COMMANDS = ("preflight", "extract", "inspect-store", "train-drafter", "evaluate", "report", "status", "stop", "logs")
+COMMANDS = (
+    *("preflight", "extract", "inspect-store", "train-drafter", "evaluate", "check", "export", "report"),
+    *("status", "stop", "logs"),
+)
 
 
 FILE_ERRORS = {

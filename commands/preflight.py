@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dflash_train.commands.options import allow_busy_gpus_option, gpus_option, json_option
 from dflash_train.commands.terminal import say, show
+
+if TYPE_CHECKING:
+    from dflash_train.machine.preflight import Check
 
 COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
@@ -34,16 +38,22 @@ def preflight(as_json: bool, **fields: Any) -> None:
     from dflash_train.machine.preflight import Plan, check_machine
 
     checks = check_machine(Plan(**fields), thorough=True)
-    count = Counter(check.status for check in checks)
+    failed = any(check.status == "error" for check in checks)
     if as_json:
-        show({"ok": not count["error"], "checks": [asdict(check) for check in checks]}, "", True, None)
+        show({"ok": not failed, "checks": [asdict(check) for check in checks]}, "", True, None)
     else:
-        for check in checks:
-            click.echo(f"{click.style(f'{check.status:<7}', fg=COLOURS[check.status])}  {check.name}: {check.text}")
-            if check.way_out:
-                click.echo(f"         → {check.way_out}")
-        click.echo(f"\n{count['ok']} ok, {count['warning']} to look at, {count['error']} in the way of a run")
-    sys.exit(bool(count["error"]))
+        print_checks(checks, "in the way of a run")
+    sys.exit(failed)
+
+
+def print_checks(checks: Sequence[Check], blocked: str) -> None:
+    """One line a check, its way out below it, and the counts; `blocked` says what errors stand in the way of."""
+    for check in checks:
+        click.echo(f"{click.style(f'{check.status:<7}', fg=COLOURS[check.status])}  {check.name}: {check.text}")
+        if check.way_out:
+            click.echo(f"         → {check.way_out}")
+    count = Counter(check.status for check in checks)
+    click.echo(f"\n{count['ok']} ok, {count['warning']} to look at, {count['error']} {blocked}")
 
 
 def check_start(**fields: Any) -> None:

@@ -271,6 +271,11 @@ def show(report: dict[str, Any], text: RenderableType, as_json: bool, output: Pa
         from rich.console import Console
 
         Console(highlight=False, soft_wrap=isinstance(text, str)).print(text, markup=not isinstance(text, str))
-    if output is not None:  # last, so that a result of hours is on the terminal even where this fails
+    write_json(report, output)  # last, so that a result of hours is on the terminal even where this fails
+
+
+def write_json(report: dict[str, Any], output: Path | None) -> None:
+    """Write a report to the file of --output, where that is given."""
+    if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(document + "\n", encoding="utf-8")
+        output.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

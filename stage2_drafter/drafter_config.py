@@ -21,7 +21,7 @@ _Number = TypeVar("_Number", int, float)
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # Keys of other drafters that change what the same tensors mean; loading such a checkpoint here would be silently wrong.
-_FOREIGN_KEYS = (
+FOREIGN_KEYS = (
     "attention_sink_bias",
     "attention_value_scale",
     "projector_type",
@@ -216,7 +216,7 @@ class DrafterConfig:
                 f"The drafter's config.json is for {', '.join(map(str, architectures))}; only DFlashDraftModel can be "
                 "loaded."
             )
-        foreign = [name for name in _FOREIGN_KEYS if value(name) not in (None, False)]
+        foreign = [name for name in FOREIGN_KEYS if value(name) not in (None, False)]
         if foreign:
             raise InputError(
                 f"The drafter's config.json sets {', '.join(foreign)}, which this DFlash drafter does not compute."
@@ -307,7 +307,7 @@ class DrafterConfig:
             head_dim=head_dim or found("head_dim") or hidden_size // num_heads,
             vocab_size=manifest.vocab_size,
             rms_norm_eps=float(found("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps") or 1e-6),
-            rope_theta=_target_rope_theta(text),
+            rope_theta=target_rope_theta(text),
             max_position_embeddings=int(found("max_position_embeddings", "n_positions") or 32768),
             block_size=block_size,
             mask_token_id=mask_token_id,
@@ -345,7 +345,7 @@ def _refuse_contradictions(config: Mapping[str, Any], nested: Mapping[str, Any])
             )
 
 
-def _target_rope_theta(text: Mapping[str, Any]) -> float:
+def target_rope_theta(text: Mapping[str, Any]) -> float:
     """Rotary base of the target's full-attention layers, in either spelling; 10000 where it has none (GPT-2)."""
     parameters = text.get("rope_parameters") or {}
     if isinstance(parameters.get("full_attention"), Mapping):

@@ -29,6 +29,7 @@ REQUIRED = {
     "extract": ["--target", "t", "--data", "d", "--store", "s"],
     "train-drafter": ["--store", "s", "--run", "r"],
     "evaluate": ["--target", "t", "--drafter", "d", "--data", "p"],
+    "check": ["d", "--target", "t"],
 }
 
 
@@ -45,8 +46,9 @@ def defaults_of(*classes: Any) -> dict[str, Any]:
     return values
 
 
-@pytest.mark.parametrize("command", ["extract", "train-drafter", "evaluate"])
+@pytest.mark.parametrize("command", ["extract", "train-drafter", "evaluate", "check"])
 def test_option_defaults_are_those_of_the_config(command: str) -> None:
+    from dflash_train.speculate.check import CheckConfig
     from dflash_train.speculate.evaluate import EvaluateConfig
     from dflash_train.stage1_target.extract import ExtractConfig
     from dflash_train.stage1_target.samples import DataConfig
@@ -57,9 +59,10 @@ def test_option_defaults_are_those_of_the_config(command: str) -> None:
         "extract": (ExtractConfig, DataConfig, TargetConfig),
         "train-drafter": (TrainConfig,),
         "evaluate": (EvaluateConfig, TargetConfig),
+        "check": (CheckConfig, TargetConfig),
     }
     renamed = {"gpus": "devices", "target_layers": "target_layer_ids", "data": "source"}
-    if command == "evaluate":
+    if command in ("evaluate", "check"):
         renamed |= {"gpus": "device", "data": "prompts"}
     context = click.Context(main)
     found = main.get_command(context, command)
@@ -71,7 +74,9 @@ def test_option_defaults_are_those_of_the_config(command: str) -> None:
         if name not in ("allow_busy_gpus", "as_json", "output", "target", "data", "store", "run", "drafter")
     }
     wanted = defaults_of(*classes[command])
-    if command == "evaluate":
+    if command == "check":
+        wanted["engines"] = ()  # the config takes none for all
+    if command in ("evaluate", "check"):
         wanted["device"] = None  # the CLI resolves devices through --gpus
     options["chat_template_arguments"] = json.loads(options.pop("chat_template_arguments", "{}"))
     wanted.setdefault("chat_template_arguments", {})
@@ -153,6 +158,15 @@ def test_the_commands_in_a_row(tmp_path: Path, data: Path, tiny_target: Any) -> 
     result = json.loads(evaluated.stdout)
     assert result == json.loads((tmp_path / "e.json").read_text())
     assert 1 <= result["acceptance_length"] <= 4
+
+    checked = run("check", folder, "--target", target, "--gpus", "cpu", "--output", tmp_path / "c.json")
+    assert checked.exit_code == 0, checked.output
+    assert "training record: config.json is as the trainer wrote it" in checked.output
+    assert "num_speculative_tokens" in json.loads((tmp_path / "c.json").read_text())["commands"]["vllm"]
+    for words in (["z-lab"], ["speculators", "--store", store]):
+        exported = run("export", folder, tmp_path / words[0], "--format", *words)
+        assert exported.exit_code == 0, exported.output
+    assert run("check", tmp_path / "z-lab", "--target", target, "--gpus", "cpu", "--no-parity").exit_code == 0
 
     flipped = next((store / "segments").glob("*/features/c/0/0"))
     content = bytearray(flipped.read_bytes())

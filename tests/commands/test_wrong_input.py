@@ -47,6 +47,9 @@ TRAIN = (
 RESUME = TRAIN.replace("--run new", "--run run")
 EVALUATE = "evaluate --target target --drafter run --data rows.jsonl --gpus cpu --max-prompts 1 --max-new-tokens 4"
 
+CHECK = "check run --target target --gpus cpu --no-parity"
+EXPORT = "export run out --format speculators --store store.zarr"
+
 Prepare = Callable[[Path], object]
 
 
@@ -1481,6 +1484,87 @@ CASES: dict[str, list[Case]] = {
             f"{EVALUATE} --output rows.jsonl/e.json",
             2,
             "Invalid value for '--output': 'rows.jsonl/e.json' lies under the file '…rows.jsonl'; name another path.",
+        ),
+    ],
+    "check, export": [
+        Case(
+            "a drafter that is not there",
+            CHECK.replace("check run", "check no"),
+            1,
+            "no is no folder; give a drafter's folder or the run folder of `dflash train-drafter`.",
+        ),
+        Case(
+            "a target that is not there",
+            CHECK.replace("--target target", "--target ./no"),
+            1,
+            "The target './no' is not there; give a model's folder, or a name on the hub.",
+        ),
+        Case(
+            "an engine that does not exist",
+            f"{CHECK} --engine trt",
+            2,
+            "Invalid value for '--engine': 'trt' is not one of 'sglang', 'vllm', 'z-lab'.",
+        ),
+        Case(
+            "weights that are no safetensors",
+            CHECK,
+            1,
+            "run/checkpoints/step-00000001/model.safetensors cannot be read (…); copy or export it again.",
+            write(CHECKPOINT / "model.safetensors", b"\xff" * 50),
+        ),
+        Case(
+            "a config.json that is a list",
+            CHECK,
+            1,
+            "run/checkpoints/step-00000001/config.json holds no JSON object; give a drafter's folder.",
+            write(CHECKPOINT / "config.json", "[]"),
+        ),
+        Case(
+            "a config.json that was edited",
+            CHECK,
+            1,
+            "training record: config.json is not what the trainer wrote: block_size is 8, trained with 4.",
+            edit_json(CHECKPOINT / "config.json", block_size=8),
+        ),
+        Case(
+            "a config.json of junk",
+            CHECK,
+            1,
+            "error geometry: …",
+            write(CHECKPOINT / "config.json", '{"dflash_config": 3, "layer_types": {}, "rope_parameters": [1]}'),
+        ),
+        Case(
+            "an export over a folder that is there",
+            EXPORT.replace("out", "run"),
+            1,
+            "run exists already; name a folder that does not.",
+        ),
+        Case("an export under a file", EXPORT.replace("out", "rows.jsonl/out"), 1, "rows.jsonl…"),
+        Case(
+            "the speculators format without the target's head",
+            EXPORT.replace("--store store.zarr", ""),
+            1,
+            "The speculators format carries the target's embedding and head; give --store or --target.",
+        ),
+        Case("both sources of the head", f"{EXPORT} --target target", 2, "both name embedding and head: give one."),
+        Case(
+            "a store that is not there",
+            EXPORT.replace("store.zarr", "no.zarr"),
+            1,
+            "no.zarr is not there, but a store is a folder. Give the path that `dflash extract` wrote.",
+        ),
+        Case(
+            "another store than the drafter's",
+            EXPORT,
+            1,
+            "The drafter was not trained on store.zarr: it has target_layer_ids [0, 1], the store has [1, 2]. Give the store it was trained on.",
+            in_order(
+                remove(CHECKPOINT / "checksums.json"),
+                edit_json(
+                    CHECKPOINT / "config.json",
+                    dflash_config={"mask_token_id": 3, "block_size": 4, "target_layer_ids": [0, 1]},
+                ),
+            ),
         ),
     ],
     "status, stop, logs": [

@@ -1,0 +1,292 @@
+"""`dflash check`: a good drafter passes, and each way of breaking one is found and named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dflash_train.errors import InputError
+from dflash_train.speculate import parity
+from dflash_train.speculate.check import CheckConfig, check_drafter
+from dflash_train.speculate.drafter_folder import read_drafter_folder
+from dflash_train.speculate.tensor_checks import wanted_shapes
+from dflash_train.stage1_target.target import TargetConfig, load_target
+from dflash_train.stage2_drafter.drafter import Drafter, DrafterConfig
+
+Break = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
+MASK_TOKEN = 3  # the tiny tokenizer's <|mask|>
+
+
+def make_config(**changes: Any) -> DrafterConfig:
+    values: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 400,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 256,
+        "block_size": 4,
+        "mask_token_id": MASK_TOKEN,
+        "target_layer_ids": (1, 2),
+        "num_target_layers": 5,
+        "initializer_range": 0.3,
+    }
+    return DrafterConfig(**(values | changes))
+
+
+def write_drafter(folder: Path, config: DrafterConfig) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config.to_json()))
+    tensors = {name: tensor.bfloat16() for name, tensor in Drafter(config, seed=1).state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def break_drafter(folder: Path, change: Break) -> None:
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    change(config, tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def check(folder: Path, target: Path, **fields: Any) -> dict[str, Any]:
+    return check_drafter(
+        CheckConfig(target=TargetConfig(name=str(target)), drafter=folder, **{"parity": False} | fields)
+    )
+
+
+def found(result: dict[str, Any], status: str) -> dict[str, str]:
+    return {entry["name"]: entry["text"] for entry in result["checks"] if entry["status"] == status}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "granite"])
+def test_a_good_drafter_passes(kind: str, tiny_target: Callable[..., Path], tmp_path: Path) -> None:
+    scales = {"input_embedding_scale": 12.0, "output_multiplier": 0.125} if kind == "granite" else {}
+    folder = write_drafter(tmp_path / "drafter", make_config(**scales))
+    result = check(folder, tiny_target(kind), parity=True)
+    assert result["ok"], found(result, "error")
+    random_drafter = {"first drafts"}
+    unread = {"embedding scale", "logit scale"} if scales else set()
+    assert found(result, "warning").keys() <= random_drafter | unread
+    assert {"parity", "target states", "head", "scales", "mask token"} <= found(result, "ok").keys()
+    assert "num_speculative_tokens = 3" in found(result, "ok")["block size"]
+    assert json.loads(json.dumps(result)) == result
+
+
+def at(*path: str, to: Any) -> Break:
+    def change(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        table = config
+        for key in path[:-1]:
+            table = table[key]
+        table[path[-1]] = to
+
+    return change
+
+
+def both(*changes: Break) -> Break:
+    return lambda config, tensors: [change(config, tensors) for change in changes]
+
+
+def transpose(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    tensors["fc.weight"] = tensors["fc.weight"].T.contiguous()
+
+
+def prefix(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    for name in list(tensors):
+        tensors[f"model.{name}"] = tensors.pop(name)
+
+
+def infinite(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    tensors["norm.weight"][3] = float("inf")
+
+
+CAUSAL = both(at("is_causal", to=True), at("dflash_config", "causal", to=True))
+BROKEN: dict[str, tuple[Break, str, str]] = {
+    "the eos for the mask": (at("dflash_config", "mask_token_id", to=2), "mask token", "eos token"),
+    "the pad for the mask": (at("dflash_config", "mask_token_id", to=0), "mask token", "pad token"),
+    "a word for the mask": (at("dflash_config", "mask_token_id", to=100), "mask token", "ordinary text"),
+    "a mask beyond the table": (at("dflash_config", "mask_token_id", to=400), "mask token", "no row"),
+    "no mask": (lambda c, t: c["dflash_config"].pop("mask_token_id"), "mask token", "is missing"),
+    "the last layer": (at("dflash_config", "target_layer_ids", to=[1, 4]), "target layers", "last layer, 4"),
+    "a layer too many": (at("dflash_config", "target_layer_ids", to=[1, 5]), "target layers", "beyond"),
+    "three layers for two": (at("dflash_config", "target_layer_ids", to=[0, 1, 2]), "tensor shapes", "fc.weight"),
+    "no layers": (lambda c, t: c["dflash_config"].pop("target_layer_ids"), "target layers", "of their own"),
+    "block size in one place": (at("dflash_config", "block_size", to=8), "block size", "is 4 but"),
+    "no block size": (
+        both(lambda c, t: c.pop("block_size"), lambda c, t: c["dflash_config"].pop("block_size")),
+        "block size",
+        "SGLang would take 16",
+    ),
+    "another rotary base": (
+        both(at("rope_theta", to=1e6), at("rope_parameters", "rope_theta", to=1e6)),
+        "rotary base",
+        "1,000,000.0 is not the target's 10,000",
+    ),
+    "two rotary bases": (at("rope_theta", to=5e5), "rotary positions", "4 and 5 read different ones"),
+    "a scaled rotation": (at("rope_parameters", "rope_type", to="yarn"), "rotary positions", "yarn"),
+    "a missing tensor": (
+        lambda c, t: t.pop("layers.1.self_attn.k_norm.weight"),
+        "missing tensors",
+        "layers.1.self_attn.k_norm.weight",
+    ),
+    "a tensor too many": (lambda c, t: t.update(extra=torch.ones(1)), "unknown tensors", "extra"),
+    "names with a prefix": (prefix, "tensor names", "model."),
+    "a transposed tensor": (transpose, "tensor shapes", r"fc.weight is [64, 32], its transpose, wanted [32, 64]"),
+    "infinity": (infinite, "values", "norm.weight"),
+    "causal flags that differ": (at("is_causal", to=True), "causality", "is_causal is true but"),
+    "causal full layers": (CAUSAL, "causality", "SGLang"),
+    "bidirectional sliding layers": (
+        both(
+            at("layer_types", to=["sliding_attention"] * 2),
+            at("sliding_window", to=8),
+            at("use_sliding_window", to=True),
+        ),
+        "causality",
+        "SGLang reads neither flag: it takes sliding layers for causal",
+    ),
+    "a tied head": (at("tie_word_embeddings", to=True), "tied head", "head of nothing"),
+    "no head size": (lambda c, t: c.pop("head_dim"), "geometry", "engines would take 128"),
+    "another architecture": (at("architectures", to=["LlamaForCausalLM"]), "architecture", "LlamaForCausalLM"),
+    "drafts from the anchor": (
+        at("dflash_config", "sample_from_anchor", to=True),
+        "architecture",
+        "sample_from_anchor",
+    ),
+    "another vocabulary": (at("vocab_size", to=128), "target sizes", "vocab_size is 128, the target has 400"),
+    "junk in a list": (at("layer_types", to=7), "config.json", ""),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_drafter_is_found_and_named(name: str, tiny_target: Callable[..., Path], tmp_path: Path) -> None:
+    change, check_name, text = BROKEN[name]
+    folder = write_drafter(tmp_path / "drafter", make_config())
+    break_drafter(folder, change)
+    result = check(folder, tiny_target("llama"))
+    errors = found(result, "error")
+    assert not result["ok"]
+    assert text in errors[check_name], errors
+    assert all(entry["way_out"] for entry in result["checks"] if entry["status"] != "ok")
+
+
+def test_layers_counted_from_1_are_pointed_out(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
+    """z-lab's rule gives 1,2 for two taps of five layers; 2,3 are the same as vLLM and speculators count them."""
+    folder = write_drafter(tmp_path / "drafter", make_config(target_layer_ids=(2, 3)))
+    assert "each plus 1" in found(check(folder, tiny_target("llama")), "warning")["target layers"]
+
+
+def test_what_only_another_engine_misreads_is_left_out(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
+    folder = write_drafter(tmp_path / "drafter", make_config(is_causal=True))
+    result = check(folder, tiny_target("llama"), engines=("vllm", "z-lab"))
+    assert result["ok"]
+    assert result["commands"].keys() == {"vllm", "z-lab"}
+
+
+def test_the_trainers_record_shows_a_flag_that_was_changed(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
+    config = make_config()
+    folder = write_drafter(tmp_path / "drafter", make_config(block_size=8))
+    (folder / "trainer").mkdir()
+    names = ("config", "store", "random_state", "versions")
+    state = {name: {} for name in names} | {"step": 1, "drafter": config.to_json(), "segments": [], "total_steps": 1}
+    (folder / "trainer" / "state.json").write_text(json.dumps(state | {"evaluation": None}))
+    errors = found(check(folder, tiny_target("llama")), "error")
+    assert errors.keys() == {"training record"}
+    assert "block_size is 8, trained with 4" in errors["training record"]
+
+
+def test_a_damaged_checkpoint_is_named(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
+    folder = write_drafter(tmp_path / "drafter", make_config())
+    (folder / "checksums.json").write_text("{}")
+    assert "files" in found(check(folder, tiny_target("llama")), "error")
+
+
+def test_a_head_that_is_not_the_targets_is_named(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
+    folder = write_drafter(tmp_path / "drafter", make_config())
+    break_drafter(folder, lambda config, tensors: tensors.update({"lm_head.weight": torch.randn(400, 32)}))
+    result = check(folder, tiny_target("llama"), parity=True)
+    assert "lm_head.weight in the file is not the target's" in found(result, "error")["head"]
+
+
+def test_parity_is_not_compared_after_an_error(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
+    folder = write_drafter(tmp_path / "drafter", make_config(mask_token_id=2))
+    assert "not compared" in found(check(folder, tiny_target("llama"), parity=True), "warning")["parity"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"is_causal": True},
+        {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6, "block_size": 7},
+    ],
+    ids=["full", "causal", "sliding"],
+)
+def test_parity_holds_and_a_path_that_sees_other_keys_breaks_it(
+    changes: dict[str, Any], tiny_target: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = load_target(TargetConfig(name=str(tiny_target("qwen3"))), (1, 2), "cpu")
+    drafter = Drafter(make_config(**changes), seed=1).requires_grad_(False).eval()
+    prompts = parity.encode_texts(target)
+    status = {entry.name: entry.status for entry in parity.check_parity(target, drafter, prompts)}
+    assert (status["target states"], status["parity"]) == ("ok", "ok")
+    other = None if changes else torch.ones(4, 1, dtype=torch.bool)
+
+    def see_less(self: Drafter, index: int, context: torch.Tensor, block: torch.Tensor) -> torch.Tensor | None:
+        return None if other is None else torch.ones(4, context.shape[1] + 4, dtype=torch.bool).tril(context.shape[1])
+
+    monkeypatch.setattr(Drafter, "_draft_mask", see_less)
+    status = {entry.name: entry.status for entry in parity.check_parity(target, drafter, prompts)}
+    assert status["parity"] == "error"
+
+
+def test_states_of_another_layer_are_named(tiny_target: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    target = load_target(TargetConfig(name=str(tiny_target("llama"))), (1, 2), "cpu")
+    answers = parity.answer_prompts(target, parity.encode_texts(target)[:1], 4)
+    wrong = [replace(answer, served_features=answer.served_features.roll(32, dims=1)) for answer in answers]
+    assert parity._check_states(target, answers).status == "ok"
+    assert parity._check_states(target, wrong).status == "error"
+
+
+def test_wanted_tensors_are_the_drafters(tmp_path: Path) -> None:
+    config = make_config(num_attention_heads=6, num_key_value_heads=3)
+    folder = read_drafter_folder(write_drafter(tmp_path / "drafter", config))
+    shapes = {name: tuple(parameter.shape) for name, parameter in Drafter(config).named_parameters()}
+    assert wanted_shapes(folder) == shapes
+
+
+def test_commands_are_what_a_shell_takes(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
+    import shlex
+
+    config = make_config(
+        is_causal=None, layer_types=("sliding_attention", "full_attention"), sliding_window=6, block_size=16
+    )
+    folder = write_drafter(tmp_path / "the drafter's", config)
+    result = check(folder, tiny_target("llama"))
+    assert result["ok"], found(result, "error")
+    vllm, sglang = shlex.split(result["commands"]["vllm"]), shlex.split(result["commands"]["sglang"])
+    assert vllm[:3] == ["VLLM_USE_V2_MODEL_RUNNER=1", "vllm", "serve"]
+    assert json.loads(vllm[5]) == {"method": "dflash", "model": str(folder), "num_speculative_tokens": 15}
+    assert sglang[-1] == str(folder)
+    assert "V2 model runner" in found(result, "warning")["layer types"]
+
+
+def test_what_is_no_drafter_is_refused(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
+    folder = write_drafter(tmp_path / "drafter", make_config())
+    with pytest.raises(InputError, match="engine 'trt' is unknown"):
+        check(folder, tiny_target("llama"), engines=("trt",))
+    shutil.copytree(folder, tmp_path / "other")
+    break_drafter(tmp_path / "other", at("speculators_model_type", to="dflash"))
+    with pytest.raises(InputError, match="speculators format"):
+        check(tmp_path / "other", tiny_target("llama"))
