@@ -147,12 +147,8 @@ def _block_size(folder: DrafterFolder) -> Check:
         )
     size = folder.integer("block_size")
     if size is None or size < 2:
-        text = "a block holds the anchor and at least one open slot"
-        text = (
-            "block_size is missing; SGLang would take 16"
-            if top is nested is None
-            else f"block_size is {top or nested!r}; {text}"
-        )
+        text = f"block_size is {folder.value('block_size')!r}; a block holds the anchor and at least one open slot"
+        text = "block_size is missing; SGLang would take 16" if top is nested is None else text
         return error(name, f"{text}.", "Write the block size of training, at the top and in dflash_config.")
     if top is None or nested is None:
         where = "dflash_config" if nested is None else "the top of config.json"
@@ -175,40 +171,25 @@ def _causality(folder: DrafterFolder, engines: Collection[str]) -> Check:
         )
     flag = nested if top is None else top
     if flag is None:
-        if any(sliding):
-            return warning(
-                name,
-                "neither is_causal nor dflash_config.causal is there, so engines take sliding layers for causal inside "
-                "the block.",
-                "Write both; true only if sliding layers were trained so.",
-            )
-        return warning(
-            name,
-            "neither is_causal nor dflash_config.causal is there; full layers are read as false.",
-            "Write both as false.",
-        )
-    if top is None:
-        text = (
-            f"dflash_config.causal is {_json(flag)} but is_causal, the only one that z-lab's package reads, is missing"
-        )
-        if "z-lab" in engines and any(slides != bool(flag) for slides in sliding):
-            return error(name, f"{text}: there it would be taken for {_json(not flag)}.", "Write both.")
-        return warning(name, f"{text}.", "Write both.")
+        text = "neither is_causal nor dflash_config.causal is there: engines take full layers for bidirectional"
+        text += ", sliding ones for causal inside the block" if any(sliding) else ""
+        return warning(name, f"{text}.", "Write both, as it was trained.")
     misread = ["sliding" if slides else "full" for slides in sorted(set(sliding)) if slides != bool(flag)]
-    if misread and "sglang" in engines:
-        return error(
-            name,
-            f"is_causal is {_json(flag)}, but SGLang reads neither flag: it takes {' and '.join(misread)} layers for "
-            f"{'bidirectional' if flag else 'causal'} inside the block.",
-            "If it was not trained so, correct the flags. If it was, serve it with vLLM or z-lab's package (--engine).",
-        )
-    if nested is None:
-        return warning(name, f"is_causal is {_json(flag)} but dflash_config.causal is missing.", "Write both.")
+    blind = ["SGLang, which reads no flag,"] if "sglang" in engines else []
+    blind += ["z-lab's package, which reads is_causal alone,"] if "z-lab" in engines and top is None else []
+    if misread and blind:
+        text = f"the flag is {_json(flag)}, but {' and '.join(blind)} would take {' and '.join(misread)} layers for "
+        text += f"{'bidirectional' if flag else 'causal'} inside the block."
+        way_out = "If it was not trained so, correct is_causal and dflash_config.causal. If it was, take another engine"
+        return error(name, text, f"{way_out} (and say so here with --engine).")
+    if top is None or nested is None:
+        missing = "is_causal" if top is None else "dflash_config.causal"
+        return warning(name, f"the flag is {_json(flag)}, but {missing} is missing.", "Write both.")
     return ok(name, f"{'causal' if flag else 'bidirectional'} inside the block, said in both places.")
 
 
 def _json(value: Any) -> str:
-    return {True: "true", False: "false"}.get(value, repr(value)) if isinstance(value, bool) else repr(value)
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _layer_types(folder: DrafterFolder, engines: Collection[str]) -> list[Check]:

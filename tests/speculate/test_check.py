@@ -152,7 +152,22 @@ BROKEN: dict[str, tuple[Break, str, str]] = {
             at("use_sliding_window", to=True),
         ),
         "causality",
-        "SGLang reads neither flag: it takes sliding layers for causal",
+        "SGLang, which reads no flag, would take sliding layers for causal",
+    ),
+    "causal full layers in one place": (
+        at("dflash_config", "causal", to=True),
+        "causality",
+        "is_causal is false but dflash_config.causal is true",
+    ),
+    "causal full layers said to vLLM alone": (
+        both(lambda c, t: c.pop("is_causal"), at("dflash_config", "causal", to=True)),
+        "causality",
+        "SGLang, which reads no flag, and z-lab's package, which reads is_causal alone, would take full layers for bidir",
+    ),
+    "a block of one": (
+        both(at("block_size", to=1), at("dflash_config", "block_size", to=1)),
+        "block size",
+        "is 1; a block",
     ),
     "a tied head": (at("tie_word_embeddings", to=True), "tied head", "head of nothing"),
     "no head size": (lambda c, t: c.pop("head_dim"), "geometry", "engines would take 128"),
