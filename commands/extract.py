@@ -39,10 +39,17 @@ from dflash_train.units import format_duration
 @allow_busy_gpus_option
 @click.option(
     "--encoding",
-    type=click.Choice(["bf16", "int8"]),
+    type=click.Choice(["bf16", "int8", "projected-int8", "projected-int4"]),
     default="int8",
     show_default=True,
-    help="bf16 is exact; int8 takes half the bytes.",
+    help="bf16 is exact; int8 takes half the bytes; projected-… far fewer, and loses what the projection leaves out.",
+)
+@click.option(
+    "--rank",
+    default="auto",
+    show_default=True,
+    help="Features a token of a projected encoding: a number, a multiple of the hidden size such as 2H, or auto: the "
+    "store's own, else H.",
 )
 @click.option(
     "--target-layers", metavar="IDS", help="Decoder layers to tap, 0 is the first: 1,9,17,25,33. Default: z-lab's rule."
@@ -54,12 +61,15 @@ from dflash_train.units import format_duration
 @click.option("--segment-bytes", default=2_000_000_000, show_default=True, help="A segment is committed at this size …")
 @click.option("--segment-seconds", default=300.0, show_default=True, help="… or at this age: the most a kill can lose.")
 @click.option(
-    "--calibration-tokens", default=65_536, show_default=True, help="Tokens that the channel scale is measured on."
+    "--calibration-tokens",
+    default=65_536,
+    show_default=True,
+    help="Tokens that channel scale and projection are measured on.",
 )
 @click.option(
     "--calibration-from",
     type=click.Path(path_type=Path),
-    help="Take the channel scale of this store, to train on both.",
+    help="Take channel scale and projection of this store, to train on both.",
 )
 @click.option("--seed", default=0, show_default=True, help="Of the order of samples and the calibration draw.")
 @click.option(

@@ -23,7 +23,10 @@ from dflash_train.errors import InputError
 @one_gpu_option
 @click.option("--num-samples", default=4, show_default=True, help="Samples to recompute.")
 @click.option(
-    "--tolerance", default=0.05, show_default=True, help="Largest relative difference that recompute accepts."
+    "--tolerance",
+    default=0.05,
+    show_default=True,
+    help="Largest relative difference beyond the encoding's rounding that recompute accepts.",
 )
 @click.option("--sample", "sample_id", metavar="ID", help="Decode one sample, by the first digits of its id.")
 @click.option(
@@ -73,10 +76,11 @@ def inspect_store(
             again = recompute_samples(
                 store, config, num_samples, torch_device, progress=lambda *count: terminal.report(count)
             )
-        wrong = [layer for layer, difference in again.largest.items() if not difference <= tolerance]
+        limit = tolerance + again.rounding
+        wrong = [name for name, difference in again.largest.items() if not difference <= limit]
         lines = [f"{len(again.samples)} samples, {again.num_tokens:,} tokens run again; largest relative difference:"]
-        lines += [f"  layer {layer}: {difference:.3%}" for layer, difference in again.largest.items()]
-        lines.append(f"more than {tolerance:.1%} in layers {wrong}" if wrong else "equal within rounding")
+        lines += [f"  {name}: {difference:.3%}" for name, difference in again.largest.items()]
+        lines.append(f"more than {limit:.1%} in {', '.join(wrong)}" if wrong else "equal within rounding")
         show({**asdict(again), "ok": not wrong}, "\n".join(lines), as_json, output)
         sys.exit(bool(wrong))
     if verify == "checksums":

@@ -11,7 +11,7 @@ Shapes: B batch, T tokens, N tokens without padding, L tapped target layers, H h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_train.errors import InputError
+from dflash_train.store.calibration import Calibration
+from dflash_train.store.encoding import Encoding
 from dflash_train.store.manifest import StoreError
 from dflash_train.store.reader import StoreReader
 
@@ -37,11 +39,11 @@ LOG_RANGE = (-6.0, 3.0)
 SLICE_BYTES = 256 * 2**20
 
 
-def channel_scale_of(store: Path, layer_ids: Sequence[int], hidden_size: int) -> NDArray[np.float32]:
-    """The channel scale [L * H] of another store; StoreError where it is of other layers or of another hidden size."""
+def calibration_of(store: Path, layer_ids: Sequence[int], encoding: Encoding) -> Calibration:
+    """What an encoding needs of another store's calibration; StoreError where it is of other layers, width or rank."""
     other = StoreReader(store, segments=())
     wanted, found = (
-        (tuple(layer_ids), hidden_size),
+        (tuple(layer_ids), encoding.hidden_size),
         (other.manifest.target_layer_ids, other.manifest.hidden_size),
     )
     if found != wanted:
@@ -49,7 +51,15 @@ def channel_scale_of(store: Path, layer_ids: Sequence[int], hidden_size: int) ->
             f"The calibration of {store} is for layers {list(found[0])} of {found[1]} channels, but the layers "
             f"{list(wanted[0])} of {wanted[1]} channels are to be stored; choose another store."
         )
-    return other.channel_scale
+    if not encoding.is_projected:
+        return Calibration.from_arrays(other.channel_scale)
+    if other.manifest.rank != encoding.rank:
+        rank = "no projection" if other.manifest.rank is None else f"a projection of rank {other.manifest.rank:,}"
+        raise StoreError(
+            f"The calibration of {store} has {rank}, but {encoding.name} of rank {encoding.rank:,} is to be stored. Choose "
+            "another store, --encoding or --rank."
+        )
+    return other.calibration
 
 
 def draw_samples(lengths: NDArray[np.integer], num_tokens: int, seed: int) -> NDArray[np.int64]:
@@ -105,6 +115,22 @@ def calibrate(target: Target, batches: Iterable[tuple[torch.Tensor, list[int]]])
     import torch
 
     medians = ChannelMedians(len(target.target_layer_ids) * target.hidden_size, target.device)
+    for tokens, rms in ordinary_tokens(target, batches):
+        for piece, piece_rms in zip(torch.split(tokens, 1024), torch.split(rms, 1024), strict=True):
+            medians.add(piece.float() / piece_rms[:, None])
+    if not medians.num_tokens:
+        raise InputError(
+            "No calibration token has finite states; the target is broken in this dtype, try --dtype float32."
+        )
+    return channel_scale(medians.medians(), len(target.target_layer_ids))
+
+
+def ordinary_tokens(
+    target: Target, batches: Iterable[tuple[torch.Tensor, list[int]]]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Run batches and yield, of each, the raw states [N, L * H] and rms [N] of tokens that are finite and no sinks."""
+    import torch
+
     seen: list[torch.Tensor] = []
     for token_ids, lengths in batches:
         states = target.hidden_states(token_ids)
@@ -117,14 +143,7 @@ def calibrate(target: Target, batches: Iterable[tuple[torch.Tensor, list[int]]])
             continue
         # the median of all tokens so far: sinks are one to a few tokens a sample, so it settles at once
         keep = finite & (rms <= SINK_FACTOR * float(torch.cat(seen).median()))
-        tokens, rms = tokens[keep], rms[keep]
-        for piece, piece_rms in zip(torch.split(tokens, 1024), torch.split(rms, 1024), strict=True):
-            medians.add(piece.float() / piece_rms[:, None])
-    if not medians.num_tokens:
-        raise InputError(
-            "No calibration token has finite states; the target is broken in this dtype, try --dtype float32."
-        )
-    return channel_scale(medians.medians(), len(target.target_layer_ids))
+        yield tokens[keep], rms[keep]
 
 
 def channel_scale(medians: NDArray[np.float64], num_layers: int) -> NDArray[np.float32]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from dflash_train.errors import InputError
 from dflash_train.stage1_target.samples import DataConfig
 from dflash_train.stage1_target.target import TargetConfig
-from dflash_train.store.encoding import make_encoding
+from dflash_train.store.encoding import AUTO_RANK, Encoding, is_projected, make_encoding, resolve_rank
+from dflash_train.store.manifest import Manifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,10 @@ class ExtractConfig:
     devices: str | None = None
     """GPU numbers like 0-4 or 5,7, or cpu, or cpu:3; None is every GPU, or one CPU worker where there is none."""
     encoding: str = "int8"
-    """How features are stored: bf16 is exact, int8 takes half the bytes."""
+    """How features are stored: bf16 is exact, int8 takes half the bytes, projected-int8 and -int4 fewer by far."""
+    rank: str = AUTO_RANK
+    """Features a token of a projected encoding: a number, a multiple of the hidden size such as 2H, or auto, which is that
+    of the store or of `calibration_from` where they have one, else H."""
     target_layer_ids: tuple[int, ...] | None = None
     """Decoder layers to tap, 0 is the first; None takes `num_taps` by z-lab's rule."""
     num_taps: int = 5
@@ -37,9 +41,9 @@ class ExtractConfig:
     segment_seconds: float = 300.0
     """… or at this age: what a killed worker loses at most."""
     calibration_tokens: int = 65_536
-    """Tokens of the random draw that the channel scale is measured on; all, if there are fewer."""
+    """Tokens of the random draw that channel scale and projection are measured on; all, if there are fewer."""
     calibration_from: Path | None = None
-    """Take the channel scale of this store instead, so that both can be trained on together."""
+    """Take channel scale and projection of this store instead, so that both can be trained on together."""
     seed: int = 0
     """Of the schedule's shuffle and the calibration draw."""
     sample_cache: Path | None = None
@@ -60,4 +64,15 @@ class ExtractConfig:
                 raise InputError(
                     f"--{name.replace('_', '-')} is {folder}, a file, but must be a folder; name another path."
                 )
-        make_encoding(self.encoding, 1, 1)
+        make_encoding(self.encoding, 1, 1, 1 if is_projected(self.encoding) else None)
+        if not is_projected(self.encoding) and self.rank != AUTO_RANK:
+            raise InputError(f"--rank {self.rank} is for the projected encodings, but --encoding is {self.encoding}.")
+        resolve_rank(self.rank, 1)
+
+    def resolve_encoding(self, num_layers: int, hidden_size: int, *manifests: Manifest | None) -> Encoding:
+        """The encoding of L tapped layers of H channels; a rank of auto is the first that one of the manifests has."""
+        if not is_projected(self.encoding):
+            return make_encoding(self.encoding, num_layers, hidden_size)
+        ranks = [manifest.rank for manifest in manifests if manifest is not None and manifest.rank is not None]
+        rank = ranks[0] if ranks and self.rank == AUTO_RANK else resolve_rank(self.rank, hidden_size)
+        return make_encoding(self.encoding, num_layers, hidden_size, rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections import Counter
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_train.stage1_target.samples import SampleTable
-from dflash_train.store.encoding import ENCODINGS, make_encoding
+from dflash_train.store.creation import calibration_shapes
+from dflash_train.store.encoding import AUTO_RANK, ENCODINGS, Encoding, is_projected, make_encoding, resolve_rank
 from dflash_train.store.files import StoreError
 from dflash_train.units import format_bytes
 
@@ -43,10 +45,12 @@ class Forecast:
     padding_share: float
     """Share of the forward's tokens that will be padding."""
     encoding: str
+    rank: int
+    """Features a token of the projected encodings, of this store or of --rank auto."""
     bytes_per_token: dict[str, int]
     """By encoding."""
     needed_bytes: int
-    """What the pending samples will take, and embedding and head if the store is new."""
+    """What the pending samples will take, and embedding, head and calibration if the store is new."""
     free_bytes: int
     store: Path
 
@@ -65,7 +69,7 @@ class Forecast:
         lines = [
             f"{self.num_samples:,} samples of {self.num_rows:,} rows ({left_out})",
             f"{self.num_tokens:,} tokens, {self.supervised_share:.1%} supervised; lengths: {lengths}",
-            f"bytes per token: {encodings}; this store: {self.encoding}",
+            f"bytes per token: {encodings} (projected: rank {self.rank:,}); this store: {self.encoding}",
             f"{pending}; padding {self.padding_share:.1%}",
         ]
         if self.quarantine_reasons:
@@ -92,8 +96,7 @@ def make_forecast(
     pending: NDArray[np.int64],
     padding_share: float,
     *,
-    encoding: str,
-    num_layers: int,
+    encoding: Encoding,
     text_config: Any,
     table_bytes: int,
     store: Path,
@@ -104,12 +107,13 @@ def make_forecast(
     """
     hidden_size = int(text_config.hidden_size)
     num_pending_tokens = int(table.lengths[pending].sum())
-    chosen = make_encoding(encoding, num_layers, hidden_size)
-    padding_rows = len(pending) * (chosen.align_tokens - 1) // 2
-    needed = (num_pending_tokens + padding_rows) * chosen.bytes_per_token
+    padding_rows = len(pending) * (encoding.align_tokens - 1) // 2
+    needed = (num_pending_tokens + padding_rows) * encoding.bytes_per_token
     if not store.exists():
         tables = 1 if getattr(text_config, "tie_word_embeddings", False) else 2
         needed += tables * int(text_config.vocab_size) * hidden_size * table_bytes
+        needed += 4 * sum(math.prod(shape) for shape in calibration_shapes(encoding).values())
+    rank = encoding.rank or resolve_rank(AUTO_RANK, hidden_size)
     place = store.absolute()
     while not place.exists():
         place = place.parent
@@ -128,8 +132,14 @@ def make_forecast(
         num_pending=len(pending),
         num_pending_tokens=num_pending_tokens,
         padding_share=padding_share,
-        encoding=encoding,
-        bytes_per_token={name: make_encoding(name, num_layers, hidden_size).bytes_per_token for name in ENCODINGS},
+        encoding=encoding.name,
+        rank=rank,
+        bytes_per_token={
+            name: make_encoding(
+                name, encoding.num_layers, hidden_size, rank if is_projected(name) else None
+            ).bytes_per_token
+            for name in ENCODINGS
+        },
         needed_bytes=needed,
         free_bytes=shutil.disk_usage(place).free,
         store=store,

@@ -1,6 +1,6 @@
 """Batches of samples through the target: padded, run, stripped of padding, encoded, and on their way to host memory.
 
-Shapes: B batch, T tokens, N tokens without padding, L tapped target layers, F features a token.
+Shapes: B batch, T tokens, N tokens without padding, L tapped target layers, G scale groups.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from dflash_train.errors import InputError
 from dflash_train.stage1_target.samples import SampleTable
 from dflash_train.stage1_target.target import Target
+from dflash_train.store.calibration import Calibration
 from dflash_train.store.encoding import Encoding
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ class EncodedBatch:
     indices: tuple[int, ...]
     lengths: tuple[int, ...]
     features: torch.Tensor
-    """[N, F] as stored."""
+    """[N, columns] as stored."""
     scales: torch.Tensor | None
     """float32 [N, G]."""
     finite: torch.Tensor
@@ -49,12 +50,10 @@ def pad_right(samples: Sequence[NDArray[np.int32]]) -> torch.Tensor:
 class Forwarder:
     """Runs batches of samples through the target and encodes the tapped states."""
 
-    def __init__(
-        self, target: Target, encoding: Encoding, channel_scale: NDArray[np.float32], table: SampleTable
-    ) -> None:
+    def __init__(self, target: Target, encoding: Encoding, calibration: Calibration, table: SampleTable) -> None:
         self._target = target
         self._encoding = encoding
-        self._channel_scale = torch.from_numpy(channel_scale).to(target.device)
+        self._calibration = calibration.to(target.device)
         self._table = table
         on_cuda = target.device.type == "cuda"
         self._copies: Any = torch.cuda.Stream(target.device) if on_cuda else None  # type: ignore[no-untyped-call]
@@ -93,7 +92,7 @@ class Forwarder:
         tokens = self._target.hidden_states(self._to_device(token_ids)).flatten(0, 1)[rows]
         layers = tokens.view(len(tokens), self._encoding.num_layers, self._encoding.hidden_size)
         finite = layers.sum(-1, dtype=torch.float32).isfinite()  # a sum needs no mask as large as the states
-        features, scales = self._encoding.encode(tokens, self._channel_scale)
+        features, scales = self._encoding.encode(tokens, self._calibration)
         if self._copies is None:
             return EncodedBatch(indices, lengths, features, scales, finite, None)
         self._copies.wait_stream(torch.cuda.current_stream())

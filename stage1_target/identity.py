@@ -102,6 +102,7 @@ def known_without_weights(
         "num_target_layers": int(text.num_hidden_layers),
         "hidden_size": int(text.hidden_size),
         "encoding": encoding.name,
+        "rank": encoding.rank,
     }
 
 
@@ -120,7 +121,6 @@ def build_manifest(target: Target, encoding: Encoding, calibration_hash: str) ->
         embedding_scale=target.embedding_scale,
         logit_scale=target.logit_scale,
         logit_softcap=target.logit_softcap,
-        rank=None,
         calibration_hash=calibration_hash,
         **known,
     )

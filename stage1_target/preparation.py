@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from dflash_train.machine.launch import parse_devices, user_cache_folder
-from dflash_train.stage1_target.calibration import channel_scale_of
+from dflash_train.stage1_target.calibration import calibration_of
 from dflash_train.stage1_target.events import Note, Report, Tokenising
 from dflash_train.stage1_target.extract_config import ExtractConfig
 from dflash_train.stage1_target.forecast import Forecast, make_forecast
@@ -27,9 +27,9 @@ from dflash_train.stage1_target.target import (
     load_tokenizer,
     text_config,
 )
-from dflash_train.store.encoding import make_encoding
-from dflash_train.store.manifest import format_id, hash_calibration
-from dflash_train.store.reader import StoreReader
+from dflash_train.store.encoding import AUTO_RANK
+from dflash_train.store.manifest import format_id
+from dflash_train.store.reader import StoreReader, open_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -68,15 +68,16 @@ def prepare(config: ExtractConfig, report: Report) -> Prepared:
         data = replace(data, max_tokens=int(num_positions))
     config = replace(config, data=data, target_layer_ids=layer_ids)
     tokenizer = load_tokenizer(config.target)
-    scale = None
-    if config.calibration_from is not None:  # refused now, not after the target is loaded
-        scale = channel_scale_of(config.calibration_from, layer_ids, int(text.hidden_size))
-    reader = open_if_there(config.store)
+    reader, other = open_if_there(config.store), config.calibration_from
+    manifests = [None if reader is None else reader.manifest, None if other is None else open_manifest(other)]
+    encoding = config.resolve_encoding(len(layer_ids), int(text.hidden_size), *manifests)
+    config = replace(config, rank=AUTO_RANK if encoding.rank is None else str(encoding.rank))
+    # refused now, not after the target is loaded
+    calibration = None if other is None else calibration_of(other, layer_ids, encoding)
     if reader is not None:
-        encoding = make_encoding(config.encoding, len(layer_ids), int(text.hidden_size))
         known = known_without_weights(config.target, model_config, tokenizer, layer_ids, encoding)
-        if scale is not None:
-            known["calibration_hash"] = hash_calibration(scale)
+        if calibration is not None:
+            known["calibration_hash"] = calibration.hash
         refuse_differences(config.store, reader.manifest.differences(replace(reader.manifest, **known)))
     cache = config.sample_cache or user_cache_folder() / "samples"
     table = prepare_samples(data, tokenizer, cache, lambda done, rows: report(Tokenising(done, rows)))
@@ -94,8 +95,7 @@ def prepare(config: ExtractConfig, report: Report) -> Prepared:
         table,
         pending,
         padding_share(batches),
-        encoding=config.encoding,
-        num_layers=len(layer_ids),
+        encoding=encoding,
         text_config=text,
         table_bytes=dtype.itemsize,
         store=config.store,

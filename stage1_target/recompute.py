@@ -1,8 +1,8 @@
 """Run stored samples again, each alone and without padding, and compare with what the store holds.
 
 The one check that crosses everything: target, layers, padding, batching, encoding, channel scale and bytes. What is left
-is rounding: bf16 features are within 0.4 % of their layer's largest value, int8 within 0.8 %, and a batch of another
-shape takes other matrix kernels (in bfloat16 another 1 % or so).
+is rounding: bf16 features are within 0.4 % of their layer's largest value, int8 within 0.8 %, projected-int4 within
+7.2 %, and a batch of another shape takes other matrix kernels (in bfloat16 another 1 % or so).
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ class RecomputeReport:
     samples: tuple[str, ...]
     """Ids of the samples, 16 hex digits."""
     num_tokens: int
-    largest: dict[int, float]
-    """Tapped layer → largest difference of any channel over the largest value of the same token and layer."""
+    rounding: float
+    """What the encoding's rounding alone makes of it, at most."""
+    largest: dict[str, float]
+    """«layer 9», or «projection» → largest difference of any channel over the largest value of the same token and layer;
+    of a projected store, of any component over the largest, both in units of √λ."""
 
 
 def recompute_samples(
@@ -40,7 +43,7 @@ def recompute_samples(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> RecomputeReport:
-    """Compare a seeded draw of stored samples with a new forward, in units of the channel scale D; progress gets samples done and in all.
+    """Compare a seeded draw of stored samples with a new forward, in units of the channel scale D (and √λ); progress gets samples done and in all.
 
     Raises StoreError where the store is empty or was made from something else.
     """
@@ -55,25 +58,28 @@ def recompute_samples(
     refuse_differences(path, reader.manifest.differences(replace(reader.manifest, **known)))  # before the weights load
     target = load_target(target_config, layer_ids, device)
     check_target(reader, target, reader.encoding)
-    channel_scale = torch.from_numpy(reader.channel_scale)
-    layers = (len(target.target_layer_ids), target.hidden_size)
-    largest = torch.zeros(layers[0])
+    encoding, calibration = reader.encoding, reader.calibration
+    units = calibration.component_sizes() if encoding.is_projected else torch.ones(1)
+    largest = torch.zeros(1 if encoding.is_projected else encoding.num_layers)
     drawn = np.sort(np.random.default_rng(seed).permutation(len(reader.samples))[:num_samples])
     num_tokens = 0
     for number, index in enumerate(map(int, drawn), start=1):
         sample = reader.read(index)
-        features = torch.from_numpy(sample.features.view(np.int16) if reader.encoding.dtype_view else sample.features)
+        features = torch.from_numpy(sample.features.view(f"i{sample.features.itemsize}"))
         scales = None if sample.scales is None else torch.from_numpy(sample.scales)
-        stored = reader.encoding.decode(features, scales, channel_scale, torch.float32).view(-1, *layers)
+        stored = encoding.decode(features, scales, calibration, torch.float32) / units
         states = target.hidden_states(torch.from_numpy(sample.token_ids).long()[None])[0].float().cpu()
-        again = (states / channel_scale).view(-1, *layers)
-        difference = (stored - again).abs().amax(-1) / again.abs().amax(-1).clamp_min(1e-30)
+        again = encoding.fc_input(states, calibration) / units
+        groups = (len(sample.token_ids), len(largest), -1)
+        difference = (stored - again).view(groups).abs().amax(-1) / again.view(groups).abs().amax(-1).clamp_min(1e-30)
         largest = torch.maximum(largest, difference.amax(0))
         num_tokens += len(sample.token_ids)
         if progress is not None:
             progress(number, len(drawn))
+    names = ["projection"] if encoding.is_projected else [f"layer {layer}" for layer in target.target_layer_ids]
     return RecomputeReport(
         samples=tuple(format_id(int(reader.samples["id"][index])) for index in drawn),
         num_tokens=num_tokens,
-        largest=dict(zip(target.target_layer_ids, largest.tolist(), strict=True)),
+        rounding=encoding.rounding,
+        largest=dict(zip(names, largest.tolist(), strict=True)),
     )

@@ -12,25 +12,29 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_train.errors import InputError
 from dflash_train.stage1_target import messages
-from dflash_train.stage1_target.calibration import calibrate, channel_scale_of, draw_samples
+from dflash_train.stage1_target.calibration import calibrate, calibration_of, draw_samples
 from dflash_train.stage1_target.extract_config import ExtractConfig
 from dflash_train.stage1_target.forward import EncodedBatch, Forwarder, pad_right
 from dflash_train.stage1_target.identity import build_manifest, check_target, frozen_target
+from dflash_train.stage1_target.projection import fit_projection
 from dflash_train.stage1_target.samples import SampleTable
 from dflash_train.stage1_target.schedule import plan_batches
 from dflash_train.stage1_target.target import Target, load_target
 from dflash_train.stage1_target.writer import StoreWriter
+from dflash_train.store.calibration import Calibration
 from dflash_train.store.creation import create_store
-from dflash_train.store.encoding import Encoding, make_encoding
-from dflash_train.store.manifest import hash_calibration
+from dflash_train.store.encoding import Encoding
 from dflash_train.store.reader import StoreReader
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +71,7 @@ def _work(
     assert config.target_layer_ids is not None, "the parent fills in the layers"
     logger.info("Loading %s on %s.", config.target.name, device)
     target = load_target(config.target, config.target_layer_ids, device)
-    encoding = make_encoding(config.encoding, len(target.target_layer_ids), target.hidden_size)
+    encoding = config.resolve_encoding(len(target.target_layer_ids), target.hidden_size)
     send(messages.Loaded())
     command = connection.recv()
     if isinstance(command, messages.Create):
@@ -77,7 +81,7 @@ def _work(
         return
     reader = StoreReader(config.store, segments=())
     check_target(reader, target, encoding)
-    forwarder = Forwarder(target, encoding, reader.channel_scale, table)
+    forwarder = Forwarder(target, encoding, reader.calibration, table)
     writer = StoreWriter(config, encoding, table, attributes, send)
     send(messages.Ready())
     waiting: tuple[int, list[EncodedBatch]] | None = None  # number of a batch, and what of it is on its way to the host
@@ -117,21 +121,20 @@ def _work(
 def _create(config: ExtractConfig, target: Target, encoding: Encoding, table: SampleTable) -> None:
     """Calibrate and create the store in one transaction."""
     if config.calibration_from is not None:
-        channel_scale = channel_scale_of(config.calibration_from, target.target_layer_ids, target.hidden_size)
+        calibration = calibration_of(config.calibration_from, target.target_layer_ids, encoding)
     else:
         drawn = draw_samples(table.lengths, config.calibration_tokens, config.seed)
-        batches = plan_batches(table.lengths, drawn, config.batch_tokens, config.seed)
+        planned = plan_batches(table.lengths, drawn, config.batch_tokens, config.seed)
+
+        def batches() -> Iterator[tuple[torch.Tensor, list[int]]]:
+            for batch in planned:
+                samples = [table.sample(index)[2] for index in batch.indices]
+                yield pad_right(samples), list(map(len, samples))
+
         logger.info("Calibrating on %d samples, %d tokens.", len(drawn), int(table.lengths[drawn].sum()))
-        channel_scale = calibrate(
-            target,
-            (
-                (
-                    pad_right([table.sample(index)[2] for index in batch.indices]),
-                    [int(table.lengths[i]) for i in batch.indices],
-                )
-                for batch in batches
-            ),
-        )
-    manifest = build_manifest(target, encoding, hash_calibration(channel_scale))
-    create_store(config.store, manifest, channel_scale, frozen_target(target))
+        calibration = Calibration.from_arrays(calibrate(target, batches()))
+        if encoding.is_projected:  # the same tokens again, now that D is known: keeping them would take gigabytes
+            calibration = fit_projection(target, batches(), calibration.channel_scale, encoding, config.seed)
+    manifest = build_manifest(target, encoding, calibration.hash)
+    create_store(config.store, manifest, calibration, frozen_target(target))
     logger.info("Created %s.", config.store)

@@ -2,7 +2,7 @@
 
     run/checkpoints/step-00000120/
         model.safetensors, config.json   z-lab's format; fc folded back to raw hidden states in float64, rounded once
-        trainer/masters.safetensors      fp32 parameters as trained (fc on D⁻¹h)
+        trainer/masters.safetensors      fp32 parameters as trained (fc on D⁻¹h or P D⁻¹h)
         trainer/optimizer.safetensors    AdamW's moments
         trainer/state.json               step, options, segment ids, versions, last evaluation
         checksums.json                   size and crc32c of all of these, checked when one is read again
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from dflash_train.errors import InputError
+from dflash_train.store.calibration import Calibration
 from dflash_train.store.checksums import (
     CHECKSUMS_NAME,
     Checksum,
@@ -115,19 +116,19 @@ def save_checkpoint(
     masters: Mapping[str, Tensor],
     optimizer: Mapping[str, Tensor],
     encoding: Encoding,
-    channel_scale: Tensor,
+    calibration: Calibration,
     files: Files | None = None,
 ) -> Checkpoint:
     """Write run/checkpoints/step-<step> in one transaction; one that is there already is the same and stays.
 
-    masters: fp32 parameters under z-lab's names; channel_scale: float32 [L·H], folded out of `fc.weight`.
+    masters: fp32 parameters under z-lab's names; calibration, on the CPU: folded into `fc.weight`.
     """
     files = files or Files()
     final = run / "checkpoints" / f"step-{state.step:08d}"
     if final.exists():
         return Checkpoint(path=final, step=state.step)
     contents: dict[str, Iterable[bytes]] = {
-        "model.safetensors": safetensors_bytes(export_tensors(masters, encoding, channel_scale), {"format": "pt"}),
+        "model.safetensors": safetensors_bytes(export_tensors(masters, encoding, calibration), {"format": "pt"}),
         "config.json": [_json_bytes(state.drafter)],
         "trainer/masters.safetensors": safetensors_bytes(masters),
         "trainer/optimizer.safetensors": safetensors_bytes(optimizer),
@@ -162,10 +163,11 @@ def check_file(folder: Path, name: str) -> None:
         check_sum(folder, name, sum_file(folder / name, lambda num_bytes: None), read_checksums(folder))
 
 
-def export_tensors(masters: Mapping[str, Tensor], encoding: Encoding, channel_scale: Tensor) -> dict[str, Tensor]:
-    """The drafter as engines read it: bf16, with `fc` acting on raw hidden states (fc · D⁻¹, float64, rounded once)."""
+def export_tensors(masters: Mapping[str, Tensor], encoding: Encoding, calibration: Calibration) -> dict[str, Tensor]:
+    """The drafter as engines read it: bf16, with `fc` acting on raw hidden states (fc · D⁻¹ or fc · P · D⁻¹, float64, rounded
+    once)."""
     tensors = {name: tensor.detach().to(torch.bfloat16) for name, tensor in masters.items() if name != "fc.weight"}
-    folded = encoding.fold(masters["fc.weight"].detach().cpu().double(), channel_scale.cpu())
+    folded = encoding.fold(masters["fc.weight"].detach().cpu().double(), calibration)
     return {"fc.weight": round_to_bfloat16(folded), **tensors}
 
 

@@ -151,14 +151,15 @@ class Drafter(nn.Module):
     """The trained half of speculative decoding; embedding and head stay with the target and are not parameters.
 
     Weights are drawn from their own generator (normal, std `initializer_range`; norms 1), so they depend on `seed`
-    alone. seed=None leaves them unset, for a caller that loads them next.
+    alone. seed=None leaves them unset, for a caller that loads them next. num_features is the width that `fc` takes while it
+    is trained on projected features; None, and every exported drafter: all channels of the tapped layers.
     """
 
-    def __init__(self, config: DrafterConfig, seed: int | None = 0) -> None:
+    def __init__(self, config: DrafterConfig, seed: int | None = 0, num_features: int | None = None) -> None:
         super().__init__()
         self.config = config
         with torch.device("meta"):
-            self.fc = nn.Linear(config.num_taps * config.hidden_size, config.hidden_size, bias=False)
+            self.fc = nn.Linear(num_features or config.num_taps * config.hidden_size, config.hidden_size, bias=False)
             self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_hidden_layers))
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

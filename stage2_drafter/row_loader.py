@@ -3,7 +3,7 @@
 The thread never calls anything compiled (torch's compiler keeps global state), and the features stay in their stored
 encoding until the device decodes them: a row of Qwen3-8B at S = 8,192 is 335 MB in bf16, half of it in int8.
 
-Symbols: S tokens of a row, F features per token as stored, G scale groups, A anchors, K block size, N counted slots.
+Symbols: S tokens of a row, F columns of the features as stored, G scale groups, A anchors, K block size, N counted slots.
 """
 
 import queue
@@ -38,7 +38,7 @@ class RowBuffer:
             if encoding.num_scales
             else None
         )
-        features = torch.zeros((row_tokens, encoding.num_features), dtype=dtype, pin_memory=pinned)
+        features = torch.zeros((row_tokens, encoding.num_columns), dtype=dtype, pin_memory=pinned)
         return RowBuffer(features=features, scales=scales)
 
 

@@ -171,7 +171,12 @@ def _train_under_torchrun(config: TrainConfig, place: TorchrunPlace, report: Rep
 def _num_parameters(run: PreparedRun) -> int:
     from dflash_train.stage2_drafter.drafter import Drafter
 
-    return sum(parameter.numel() for parameter in Drafter(run.drafter_config, seed=None).parameters())
+    return sum(
+        parameter.numel()
+        for parameter in Drafter(
+            run.drafter_config, seed=None, num_features=run.reader.encoding.num_features
+        ).parameters()
+    )
 
 
 def _describe(run: PreparedRun, checkpoint: Checkpoint | None, devices: list[Device], report: Report) -> None:

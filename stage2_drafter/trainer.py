@@ -77,7 +77,7 @@ class Trainer:
         self.stop_requested = stop_requested
         self.versions = package_versions() if rank.rank == 0 else {}  # as they are now, not at the first checkpoint
         self.progress = progress
-        self.drafter = Drafter(run.drafter_config, seed=self.config.seed)
+        self.drafter = Drafter(run.drafter_config, seed=self.config.seed, num_features=run.reader.encoding.num_features)
         self.compiled = CompiledDrafter(
             self.drafter, device=rank.device, row_tokens=self.config.row_tokens, num_anchors=self.config.anchors
         )
@@ -88,7 +88,7 @@ class Trainer:
         self.embed_tokens = run.reader.frozen_embed_tokens().to(rank.device, dtype)
         tied = run.reader.manifest.tied_embeddings
         self.lm_head = self.embed_tokens if tied else run.reader.frozen_lm_head().to(rank.device, dtype)
-        self.channel_scale = torch.from_numpy(run.reader.channel_scale.copy()).to(rank.device)
+        self.calibration = run.reader.calibration.for_decoding().to(rank.device)
         self.model: torch.nn.Module = self.compiled
         if rank.world > 1:
             self.model = _distribute(self.compiled, rank)
@@ -138,7 +138,7 @@ class Trainer:
             masters=dict(self.named),
             optimizer=optimizer_tensors(self.optimizer, self.named),
             encoding=self.run.reader.encoding,
-            channel_scale=self.channel_scale,
+            calibration=self.run.reader.calibration,
         )
         prune_checkpoints(self.config.run, self.config.keep)
         self.report(f"saved {checkpoint.path}")
@@ -233,7 +233,7 @@ class Trainer:
             positions, noise_ids, noise_positions, start = (upload(torch.from_numpy(array)) for array in arrays)
             anchor, label_mask = (upload(torch.from_numpy(a)) for a in (row.blocks.anchor, row.blocks.label_mask))
             slots, labels = upload(torch.from_numpy(row.slots)), upload(torch.from_numpy(row.labels))
-        features = self.run.reader.encoding.decode(stored, scales, self.channel_scale, self.compiled.compute_dtype)
+        features = self.run.reader.encoding.decode(stored, scales, self.calibration, self.compiled.compute_dtype)
         noise = self.embed_tokens[noise_ids.reshape(-1)] * drafter_config.input_embedding_scale
         hidden = model(features, positions, noise, noise_positions, start, anchor)
         counted = hidden.index_select(0, slots)

@@ -20,13 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_train.store.arrays import array_contents, group_text
+from dflash_train.store.calibration import CALIBRATION, Calibration
 from dflash_train.store.checksums import CHECKSUMS_NAME, format_checksums, sum_contents
 from dflash_train.store.encoding import Encoding, make_encoding
 from dflash_train.store.files import Data, Files, list_temporaries, write_directory, write_error
-from dflash_train.store.manifest import Manifest, StoreError, canonical_json, hash_calibration
+from dflash_train.store.manifest import Manifest, StoreError, canonical_json
 from dflash_train.store.segment import SEGMENTS, STAGING
 
-CHANNEL_SCALE = "calibration/channel_scale"
 EMBED_TOKENS = "frozen/embed_tokens"
 LM_HEAD = "frozen/lm_head"
 TARGET_FILES = "frozen/target"
@@ -50,32 +50,48 @@ class FrozenTarget:
 
 def manifest_encoding(manifest: Manifest) -> Encoding:
     """Return the encoding that a manifest names."""
-    return make_encoding(manifest.encoding, len(manifest.target_layer_ids), manifest.hidden_size)
+    return make_encoding(manifest.encoding, len(manifest.target_layer_ids), manifest.hidden_size, manifest.rank)
+
+
+def calibration_shapes(encoding: Encoding) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the float32 arrays below `calibration/` that an encoding needs."""
+    shapes: dict[str, tuple[int, ...]] = {"channel_scale": (encoding.num_states,)}
+    if encoding.is_projected:
+        shapes["projection"] = (encoding.num_features, encoding.num_states)
+        shapes["eigenvalues"] = (encoding.num_features,)
+        shapes["layer_energy"] = (encoding.num_layers,)
+    return shapes
 
 
 def create_store(
-    path: Path, manifest: Manifest, channel_scale: NDArray[np.float32], frozen: FrozenTarget, files: Files | None = None
+    path: Path, manifest: Manifest, calibration: Calibration, frozen: FrozenTarget, files: Files | None = None
 ) -> None:
     """Create a store without segments, whole or not at all; a path that exists raises StoreError.
 
-    channel_scale is D, float32 [L * H], positive and finite; `hash_calibration` of it is the manifest's
-    calibration_hash. Call it under `store_lock`.
+    The calibration, on the CPU, has the arrays that the encoding needs; its hash is the manifest's calibration_hash.
+    Call it under `store_lock`.
     """
     encoding = manifest_encoding(manifest)
     table = (manifest.vocab_size, manifest.hidden_size)
-    assert channel_scale.shape == (encoding.num_features,) and channel_scale.dtype == np.float32, channel_scale
-    assert np.isfinite(channel_scale).all() and (channel_scale > 0).all(), "the channel scale divides"
-    assert manifest.calibration_hash == hash_calibration(channel_scale), "calibration_hash is of another scale"
+    arrays = calibration.arrays()
+    for name, shape in calibration_shapes(encoding).items():
+        found = (arrays[name].shape, arrays[name].dtype)
+        assert found == (shape, np.dtype("f4")), f"{name} is {found}, wanted float32 of {shape}"
+        assert np.isfinite(arrays[name]).all(), f"{name} is not finite"
+    assert arrays.keys() == calibration_shapes(encoding).keys(), f"{list(arrays)} for {encoding.name}"
+    assert all((arrays[name] > 0).all() for name in arrays if name in ("channel_scale", "eigenvalues")), "they divide"
+    assert manifest.calibration_hash == calibration.hash, "calibration_hash is of another calibration"
     assert frozen.embed_tokens.shape == table, f"embed_tokens is {frozen.embed_tokens.shape}, manifest says {table}"
     assert (frozen.lm_head is None) == manifest.tied_embeddings, "lm_head is stored exactly when it is not tied"
     contents: dict[str, Data] = {
-        "calibration/zarr.json": group_text(),
+        f"{CALIBRATION}/zarr.json": group_text(),
         "frozen/zarr.json": group_text(),
         f"{SEGMENTS}/zarr.json": group_text(),
-        **array_contents(CHANNEL_SCALE, channel_scale),
         **array_contents(EMBED_TOKENS, frozen.embed_tokens, frozen.dtype_view),
         f"{TARGET_FILES}/config.json": canonical_json(frozen.config),
     }
+    for name, array in arrays.items():
+        contents |= array_contents(f"{CALIBRATION}/{name}", array)
     if frozen.lm_head is not None:
         assert frozen.lm_head.shape == table, f"lm_head is {frozen.lm_head.shape}, the manifest says {table}"
         contents |= array_contents(LM_HEAD, frozen.lm_head, frozen.dtype_view)

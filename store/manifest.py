@@ -78,7 +78,7 @@ class Manifest:
     rank: int | None
     """Features per token of a projecting encoding, None otherwise."""
     calibration_hash: str
-    """`hash_calibration` of the channel scale."""
+    """`hash_calibration` of channel scale, projection and eigenvalues."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
@@ -146,9 +146,15 @@ def format_id(identity: int) -> str:
     return f"{identity:016x}"
 
 
-def hash_calibration(channel_scale: NDArray[np.float32]) -> str:
-    """Hash a channel scale [L * H]; stores with equal hashes hold features on the same scale."""
-    return hash_bytes(np.ascontiguousarray(channel_scale, dtype="<f4").tobytes())
+def hash_calibration(*arrays: NDArray[np.float32]) -> str:
+    """Hash a channel scale [L * H], and projection [F, L * H] and eigenvalues [F] where there are some, one after the other.
+
+    Stores with equal hashes hold features on the same scale, in the same directions.
+    """
+    hashed = hashlib.blake2b(digest_size=8)
+    for array in arrays:
+        hashed.update(np.ascontiguousarray(array, dtype="<f4").data)
+    return hashed.hexdigest()
 
 
 def _field_types() -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Figures are drawn with matplotlib's objects on its Agg canvas, never through pyplot, so nothing global is touched and no
 display is needed. Lengths and shares come from the tables in memory; features from the draw of store/report.py, so four
 pictures of a store of any size take seconds.
-Symbols: N drawn tokens, L tapped layers, H hidden size, s the int8 step of a token and layer, D the channel scale.
+Symbols: N drawn tokens, L tapped layers, H hidden size, s the step of a token (int8: and layer), D the channel scale.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_train.errors import InputError
+from dflash_train.store.calibration import Calibration
 from dflash_train.store.encoding import make_encoding
 from dflash_train.store.reader import StoreReader
 from dflash_train.store.report import OUTLIER_FACTOR, DrawnFeatures, draw_features
@@ -44,7 +45,7 @@ def plot_store(path: Path, folder: Path, seed: int = 0) -> list[Path]:
         "lengths.png": _plot_lengths(reader.samples["length"]),
         "supervised.png": _plot_supervised(reader.samples["length"], reader.samples["supervised"]),
         "features.png": _plot_features(drawn, layer_ids),
-        "quantization.png": _plot_quantization(measure_int8_error(drawn), layer_ids, reader.encoding.name),
+        "quantization.png": _plot_quantization(measure_rounding_error(drawn), layer_ids, reader.encoding.name),
     }
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
@@ -53,8 +54,8 @@ def plot_store(path: Path, folder: Path, seed: int = 0) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Int8Error:
-    """Root mean square errors of int8 over the drawn tokens, relative to what is stored."""
+class RoundingError:
+    """Root mean square errors of quantisation over the drawn tokens, relative to what is stored."""
 
     by_channel: NDArray[np.float64]
     """[L, H]; infinite where a channel's stored values are all 0 and its error is not."""
@@ -62,21 +63,21 @@ class Int8Error:
     """[L]; the layer's error over the layer's rms."""
 
 
-def measure_int8_error(drawn: DrawnFeatures) -> Int8Error:
-    """The error of int8: measured where the store holds bf16, by encoding its features; else what rounding must cost.
+def measure_rounding_error(drawn: DrawnFeatures) -> RoundingError:
+    """The error of int8, measured by encoding the features, where the store holds bf16; else what its rounding must cost.
 
-    An int8 store no longer has what was rounded away. Rounding to a grid of step s errs by s / sqrt(12) (root mean square
-    of a uniform error, at most s / 2), which the tests hold against the measured error of the same states; only channels
-    that set the step themselves err less.
+    A quantised store no longer has what was rounded away (`Encoding.rounding_error`); the tests hold the expected error
+    against the measured one of the same states, and only channels that set the step themselves err less. What a
+    projection leaves out is not in it.
     """
     import torch
 
     scaled = drawn.scaled
-    if drawn.steps is not None:
-        squares = (drawn.steps.double().square() / 12).mean(0)[:, None].expand(scaled.shape[1:])
+    if drawn.rounding is not None:
+        squares = drawn.rounding
     else:
         encoding = make_encoding("int8", *scaled.shape[1:])
-        ones = torch.ones(encoding.num_features)
+        ones = Calibration(torch.ones(encoding.num_features))
         features, steps = encoding.encode(scaled.flatten(1), ones)
         again = encoding.decode(features, steps, ones, torch.float32).view_as(scaled)
         squares = (again.double() - scaled.double()).square().mean(0)
@@ -84,7 +85,7 @@ def measure_int8_error(drawn: DrawnFeatures) -> Int8Error:
     with np.errstate(divide="ignore", invalid="ignore"):
         by_channel = np.sqrt(squares.numpy() / power.numpy())
         by_layer = np.sqrt(squares.mean(1).numpy() / power.mean(1).numpy())
-    return Int8Error(np.nan_to_num(by_channel, posinf=math.inf), np.nan_to_num(by_layer, posinf=math.inf))
+    return RoundingError(np.nan_to_num(by_channel, posinf=math.inf), np.nan_to_num(by_layer, posinf=math.inf))
 
 
 def _plot_lengths(lengths: NDArray[Any]) -> Figure:
@@ -140,7 +141,7 @@ def _plot_features(drawn: DrawnFeatures, layer_ids: tuple[int, ...]) -> Figure:
     return figure
 
 
-def _plot_quantization(error: Int8Error, layer_ids: tuple[int, ...], encoding: str) -> Figure:
+def _plot_quantization(error: RoundingError, layer_ids: tuple[int, ...], encoding: str) -> Figure:
     """A line a layer: channels in the order of their error."""
     from matplotlib import colormaps
     from matplotlib.ticker import PercentFormatter
@@ -159,9 +160,13 @@ def _plot_quantization(error: Int8Error, layer_ids: tuple[int, ...], encoding: s
         axes.set_yscale("log")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.legend(frameon=False, fontsize=9)
-    kind = "expected from the stored steps s" if encoding == "int8" else f"measured by encoding the {encoding} features"
+    measured = encoding == "bf16"
+    kind = "measured by encoding the bf16 features" if measured else "expected from the stored steps s"
     _label(
-        axes, f"Error of int8, {kind}", "channels, % (in the order of their error)", "rms error / rms of the channel"
+        axes,
+        f"Error of {'int8' if measured else encoding}, {kind}",
+        "channels, % (in the order of their error)",
+        "rms error / rms of the channel",
     )
     return figure
 

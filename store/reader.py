@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_train.store.arrays import read_array, read_group
+from dflash_train.store.calibration import CALIBRATION, Calibration
 from dflash_train.store.checksums import extend_crc, read_checksums, read_summed
-from dflash_train.store.creation import CHANNEL_SCALE, EMBED_TOKENS, LM_HEAD, TARGET_FILES, manifest_encoding
+from dflash_train.store.creation import EMBED_TOKENS, LM_HEAD, TARGET_FILES, calibration_shapes, manifest_encoding
 from dflash_train.store.encoding import from_stored
 from dflash_train.store.files import StoreError
 from dflash_train.store.manifest import FORMAT_NAME, Manifest, format_id
@@ -38,7 +40,7 @@ MAX_OPEN_SEGMENTS = 64  # four descriptors each, under the usual soft limit of 1
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample as stored: token_ids int32 [T], loss_mask uint8 [T], features [T, F], scales float32 [T, G] or None."""
+    """One sample as stored: token_ids int32 [T], loss_mask uint8 [T], features [T, columns], scales float32 [T, G] or None."""
 
     id: int
     group: int
@@ -76,7 +78,7 @@ class StoreReader:
         self._checksums = read_checksums(self.path)
         read_summed(self.path, "zarr.json", self._checksums)
         self.encoding = manifest_encoding(self.manifest)
-        self.channel_scale: NDArray[np.float32] = read_array(self.path, CHANNEL_SCALE, self._checksums)[0]
+        self.channel_scale: NDArray[np.float32] = self._calibration_array("channel_scale")
         self.segment_ids: list[str] = []
         self.samples: NDArray[Any] = np.empty(0, SAMPLE_DTYPE)
         self.num_duplicates = 0
@@ -86,6 +88,22 @@ class StoreReader:
         self._open: OrderedDict[int, SegmentFiles] = OrderedDict()
         self._lock = threading.Lock()
         self.refresh(segments)
+
+    def _calibration_array(self, name: str) -> NDArray[np.float32]:
+        array: NDArray[np.float32] = read_array(self.path, f"{CALIBRATION}/{name}", self._checksums)[0]
+        shape = calibration_shapes(self.encoding)[name]
+        if array.shape != shape or array.dtype != np.float32:
+            raise StoreError(
+                f"{self.path / CALIBRATION / name} is {array.dtype} of shape {list(array.shape)}, wanted float32 of shape "
+                f"{list(shape)}. Restore it from a copy, or extract again."
+            )
+        return array
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """What encodes and decodes; the projection, where there is one, is read when this is first asked for."""
+        names = list(calibration_shapes(self.encoding))[1:]
+        return Calibration.from_arrays(self.channel_scale, **{name: self._calibration_array(name) for name in names})
 
     @property
     def num_tokens(self) -> int:
@@ -152,7 +170,7 @@ class StoreReader:
         features: NDArray[Any],
         scales: NDArray[np.float32] | None = None,
     ) -> None:
-        """Read sample index into contiguous arrays of its length (features [T, F], scales [T, G]); StoreError if damaged.
+        """Read sample index into contiguous arrays of its length (features [T, columns], scales [T, G]); StoreError if damaged.
 
         features may be int16 where uint16 is stored: the bits are the same.
         """

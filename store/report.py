@@ -53,11 +53,14 @@ def store_report(path: Path, seed: int = 0) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class DrawnFeatures:
-    """Features of a draw of N tokens: scaled is D^-1 h [N, L, H], channel_scale is D [L, H], steps is s [N, L] of int8."""
+    """Features of a draw of N tokens."""
 
     scaled: torch.Tensor
+    """D^-1 h [N, L, H]; of a projected store what it kept."""
     channel_scale: torch.Tensor
-    steps: torch.Tensor | None
+    """D [L, H]."""
+    rounding: torch.Tensor | None
+    """Mean square error of `scaled` that its rounding to int8 or int4 made, [L, H]; None for bf16."""
 
 
 def draw_features(reader: StoreReader, seed: int) -> DrawnFeatures:
@@ -71,24 +74,27 @@ def draw_features(reader: StoreReader, seed: int) -> DrawnFeatures:
         tokens = np.sort(generator.permutation(len(sample.token_ids))[:DRAW_TOKENS])
         features.append(sample.features[tokens])
         scales.append(sample.features[tokens] if sample.scales is None else sample.scales[tokens])
-    encoding, channel_scale = reader.encoding, torch.from_numpy(reader.channel_scale)
+    encoding, calibration = reader.encoding, reader.calibration
     stored = np.concatenate(features)
     bits = torch.from_numpy(stored.view(f"i{stored.itemsize}"))
     steps = torch.from_numpy(np.concatenate(scales)) if encoding.num_scales else None
-    decoded = encoding.decode(bits, steps, channel_scale, torch.float32)
+    scaled = encoding.scaled_states(encoding.decode(bits, steps, calibration, torch.float32), calibration)
     shape = (encoding.num_layers, encoding.hidden_size)
-    return DrawnFeatures(decoded.view(-1, *shape), channel_scale.view(shape), steps)
+    rounding = None if steps is None else encoding.rounding_error(steps, calibration)
+    return DrawnFeatures(scaled.view(-1, *shape), calibration.channel_scale.view(shape), rounding)
 
 
 def feature_statistics(reader: StoreReader, seed: int) -> list[dict[str, Any]]:
-    """Measure each tapped layer over a seeded draw of tokens: raw h, and D^-1 h, what `fc` is trained on.
+    """Measure each tapped layer over a seeded draw of tokens: raw h and D^-1 h, of a projected store what it kept of them.
 
-    outlier_share is the share of |D^-1 h| above 20 times the layer's median.
+    outlier_share is the share of |D^-1 h| above 20 times the layer's median; energy_kept the share of the energy of
+    D^-1 h that the projection kept over the calibration's tokens, 1 without one.
     """
     if not len(reader.samples):
         return []
     drawn = draw_features(reader, seed)
     channel_scale = drawn.channel_scale
+    energy_kept = reader.calibration.energy_kept()
     statistics = []
     for number, layer in enumerate(reader.manifest.target_layer_ids):
         scaled = drawn.scaled[:, number]
@@ -103,6 +109,7 @@ def feature_statistics(reader: StoreReader, seed: int) -> list[dict[str, Any]]:
                 "scaled_rms": float(scaled.square().mean().sqrt()),
                 "scaled_absmax": float(scaled.abs().max()),
                 "outlier_share": float((scaled.abs() > OUTLIER_FACTOR * median).double().mean()),
+                "energy_kept": 1.0 if energy_kept is None else float(energy_kept[number]),
             }
         )
     return statistics
@@ -123,7 +130,7 @@ def format_report(report: dict[str, Any]) -> RenderableType:
         "tapped layers": f"{', '.join(map(str, manifest['target_layer_ids']))} of {manifest['num_target_layers']}",
         "hidden size": f"{manifest['hidden_size']:,}",
         "vocabulary": f"{manifest['vocab_size']:,}, head {'tied' if manifest['tied_embeddings'] else 'of its own'}",
-        "encoding": manifest["encoding"],
+        "encoding": manifest["encoding"] + (f", rank {manifest['rank']:,}" if manifest["rank"] else ""),
         "calibration": manifest["calibration_hash"],
         "format version": str(manifest["format_version"]),
         "segments": f"{report['segments']:,}",
@@ -136,12 +143,12 @@ def format_report(report: dict[str, Any]) -> RenderableType:
     table = Table("", report["path"], box=None, pad_edge=False, header_style="bold")
     for name, value in facts.items():
         table.add_row(name, value)
-    features = Table(
-        "layer", "rms of h", "max |h|", "rms of h / D", "max |h / D|", "outliers", box=None, pad_edge=False
-    )
+    columns = ["layer", "rms of h", "max |h|", "rms of h / D", "max |h / D|", "outliers"]
+    features = Table(*columns, *(["energy kept"] if manifest["rank"] else []), box=None, pad_edge=False)
     for layer in report["features"]:
         numbers = [f"{layer[name]:.4g}" for name in ("rms", "absmax", "scaled_rms", "scaled_absmax")]
-        features.add_row(str(layer["layer"]), *numbers, f"{layer['outlier_share']:.3%}")
+        kept = [f"{layer['energy_kept']:.1%}"] if manifest["rank"] else []
+        features.add_row(str(layer["layer"]), *numbers, f"{layer['outlier_share']:.3%}", *kept)
     return Group(table, "", features) if report["features"] else table
 
 

@@ -79,7 +79,7 @@ class SegmentWriter:
         features: NDArray[Any],
         scales: NDArray[np.float32] | None = None,
     ) -> None:
-        """Write one sample: token_ids int32 [T], loss_mask uint8 [T], features [T, F] as stored, scales [T, G]."""
+        """Write one sample: token_ids int32 [T], loss_mask uint8 [T], features [T, columns] as stored, scales [T, G]."""
         with self._abandon_on_failure():
             arrays = self._check(token_ids, loss_mask, features, scales)
             if not self._rows:
@@ -243,7 +243,7 @@ class _Rows:
 
 def row_arrays(encoding: Encoding) -> dict[str, tuple[int, np.dtype[Any]]]:
     """Columns (0: one axis only) and dtype of every array with one row per token, in the order of the crc32c."""
-    arrays = {"features": (encoding.num_features, encoding.storage_dtype)}
+    arrays = {"features": (encoding.num_columns, encoding.storage_dtype)}
     if encoding.num_scales:
         arrays["feature_scale"] = (encoding.num_scales, np.dtype("<f4"))
     return arrays | {"token_ids": (0, np.dtype("<i4")), "loss_mask": (0, np.dtype("u1"))}

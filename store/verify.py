@@ -18,17 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_train.store.arrays import INNER_ROWS, read_array
+from dflash_train.store.calibration import CALIBRATION, Calibration
 from dflash_train.store.checksums import CHECKSUMS_NAME, Checksum, check_sum, extend_crc, read_checksums, sum_file
 from dflash_train.store.creation import (
-    CHANNEL_SCALE,
     EMBED_TOKENS,
     LM_HEAD,
     TARGET_FILES,
+    calibration_shapes,
     manifest_encoding,
     stale_entries,
 )
 from dflash_train.store.encoding import Encoding
-from dflash_train.store.manifest import Manifest, StoreError, format_id, hash_calibration
+from dflash_train.store.manifest import Manifest, StoreError, format_id
 from dflash_train.store.opened import Segment, SegmentFiles, list_segments
 from dflash_train.store.reader import open_manifest
 from dflash_train.store.segment import SEGMENTS, row_arrays
@@ -120,7 +121,7 @@ class _Verifier:
     def _root_files(self) -> Iterator[Path]:
         """Files of the root that must be listed; unknown entries beside them are none of our business."""
         yield from (self.path / name for name in ("zarr.json", CHECKSUMS_NAME))
-        for folder in ("calibration", "frozen"):
+        for folder in (CALIBRATION, "frozen"):
             yield from walk(self.path / folder)
         if (self.path / SEGMENTS).is_dir():
             yield from (entry for entry in (self.path / SEGMENTS).iterdir() if not entry.is_dir())
@@ -211,9 +212,14 @@ def _root_errors(
 ) -> Iterator[tuple[str, str]]:
     """Yield (file, sentence) where intact files of the root contradict each other."""
     try:
-        scale = read_array(path, CHANNEL_SCALE, checksums)[0]
-        if scale.shape != (encoding.num_features,) or hash_calibration(scale) != manifest.calibration_hash:
-            yield CHANNEL_SCALE, f"The channel scale of shape {list(scale.shape)} is not the one of the manifest."
+        arrays = {name: read_array(path, f"{CALIBRATION}/{name}")[0] for name in calibration_shapes(encoding)}
+        shapes = {name: array.shape for name, array in arrays.items()}
+        if (
+            shapes != calibration_shapes(encoding)
+            or Calibration.from_arrays(**arrays).hash != manifest.calibration_hash
+        ):
+            found = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+            yield CALIBRATION, f"The calibration ({found}) is not the one of the manifest."
         for table in [EMBED_TOKENS] if manifest.tied_embeddings else [EMBED_TOKENS, LM_HEAD]:
             shape, wanted = read_array(path, table)[0].shape, (manifest.vocab_size, manifest.hidden_size)
             if shape != wanted:

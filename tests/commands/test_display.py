@@ -32,6 +32,7 @@ FORECAST = Forecast(
     num_pending_tokens=700_000,
     padding_share=0.01,
     encoding="int8",
+    rank=1024,
     bytes_per_token={"int8": 5140},
     needed_bytes=2**32,
     free_bytes=2**40,

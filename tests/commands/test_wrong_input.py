@@ -162,7 +162,7 @@ CASES: dict[str, list[Case]] = {
             "a choice that does not exist",
             f"{EXTRACT} --encoding fp4",
             2,
-            "Invalid value for '--encoding': 'fp4' is not one of 'bf16', 'int8'.",
+            "Invalid value for '--encoding': 'fp4' is not one of 'bf16', 'int8', 'projected-int8', 'projected-int4'.",
         ),
         Case("an option without its value", "extract --target", 2, "Option '--target' requires an argument."),
         Case("a required option left out", "extract", 2, "Missing option '--target'."),
@@ -295,11 +295,29 @@ CASES: dict[str, list[Case]] = {
             "an unknown choice",
             f"{EXTRACT} --recipe r.toml",
             2,
-            "Invalid value for '--encoding': 'fp4' is not one of 'bf16', 'int8'.",
+            "Invalid value for '--encoding': 'fp4' is not one of 'bf16', 'int8', 'projected-int8', 'projected-int4'.",
             write("r.toml", "[extract]\nencoding = 'fp4'\n"),
         ),
     ],
     "extract: options": [
+        Case(
+            "a rank that is no number",
+            f"{EXTRACT} --encoding projected-int8 --rank half",
+            1,
+            "--rank is 'half'. Give a number of features, a multiple of the hidden size such as 2H or 0.5H, or auto.",
+        ),
+        Case(
+            "a rank beyond the channels",
+            f"{EXTRACT} --encoding projected-int8 --rank 99H",
+            1,
+            "The rank of projected-int8 is 3168, but must be from 1 to …, the channels of … tapped layers. Give another --rank.",
+        ),
+        Case(
+            "a rank without a projection",
+            f"{EXTRACT} --rank 2H",
+            1,
+            "--rank 2H is for the projected encodings, but --encoding is int8.",
+        ),
         Case(
             "the last layer of the target",
             f"{EXTRACT} --target-layers 1,4",
@@ -820,6 +838,18 @@ CASES: dict[str, list[Case]] = {
             f"{AGAIN} --encoding bf16",
             1,
             "The store store.zarr was made from something else: encoding: found 'int8', wanted 'bf16'. Give the same target, data settings and encoding, or another --store.",
+        ),
+        Case(
+            "a projected encoding on a store without a projection",
+            f"{AGAIN} --encoding projected-int4",
+            1,
+            "The store store.zarr was made from something else: encoding: found 'int8', wanted 'projected-int4'; rank: found None, wanted 32. Give the same target, data settings and encoding, or another --store.",
+        ),
+        Case(
+            "a projection from a store that has none",
+            f"{EXTRACT} --encoding projected-int8 --calibration-from store.zarr",
+            1,
+            "The calibration of store.zarr has no projection, but projected-int8 of rank 32 is to be stored. Choose another store, --encoding or --rank.",
         ),
         Case(
             "other layers than the store's",

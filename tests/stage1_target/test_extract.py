@@ -31,6 +31,7 @@ from dflash_train.store.encoding import make_encoding
 from dflash_train.store.files import Files
 from dflash_train.store.manifest import StoreError, format_id
 from dflash_train.store.reader import StoreReader
+from dflash_train.store.report import store_report
 from dflash_train.store.verify import verify_store
 
 torch.set_num_threads(1)
@@ -135,7 +136,7 @@ def from_bf16(features: Any) -> Any:
 
 def test_stored_states_are_those_of_the_target(config: ExtractConfig, full_store: Path) -> None:
     report = recompute_samples(full_store, config.target, 10)
-    assert list(report.largest) == [1, 2] and report.num_tokens > 300
+    assert list(report.largest) == ["layer 1", "layer 2"] and report.num_tokens > 300
     assert max(report.largest.values()) < 2**-8 + 1e-4  # half a unit in the last of 8 bits of the largest value
     embed_tokens = zarr.open_array(full_store / "frozen/embed_tokens", mode="r")
     assert embed_tokens.shape[1] == 32
@@ -168,10 +169,14 @@ def test_dry_run_forecasts_and_writes_nothing(config: ExtractConfig) -> None:
     [forecast] = [event for event in events if isinstance(event, Forecast)]
     assert (forecast.num_samples, forecast.num_duplicates, forecast.num_quarantined) == (120, 1, 2)
     assert forecast.num_pending_tokens == forecast.num_tokens > 5000
-    assert forecast.bytes_per_token == {"bf16": 2 * 32 * 2 + 5, "int8": 2 * 32 + 2 * 4 + 5}
+    projected = {"projected-int8": 32 + 4 + 5, "projected-int4": 16 + 4 + 5}  # auto: the hidden size
+    assert forecast.bytes_per_token == {"bf16": 2 * 32 * 2 + 5, "int8": 2 * 32 + 2 * 4 + 5, **projected}
     assert forecast.needed_bytes >= forecast.num_tokens * 133
     text = "\n".join(forecast.lines())
-    assert "120 samples of 123 rows (1 duplicates, 2 quarantined, 0 cut)" in text and "bf16 133, int8 77" in text
+    assert (
+        "120 samples of 123 rows (1 duplicates, 2 quarantined, 0 cut)" in text
+        and "bf16 133, int8 77, projected-int8 41, projected-int4 25 (projected: rank 32); this store: bf16" in text
+    )
     assert "\nquarantined: " in text and sum(forecast.quarantine_reasons.values()) == 2
 
 
@@ -179,7 +184,9 @@ def test_a_store_that_does_not_fit_is_refused_before_any_work(
     config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _path: type("usage", (), {"free": 100_000}))
-    with pytest.raises(StoreError, match=r"needs .*MiB but .* has 97.7 KiB free; choose --encoding int8, fewer"):
+    with pytest.raises(
+        StoreError, match=r"needs .*MiB but .* has 97.7 KiB free; choose --encoding projected-int4, fewer"
+    ):
         extract(config)
     assert not config.store.exists()
 
@@ -190,6 +197,10 @@ def test_a_store_that_does_not_fit_is_refused_before_any_work(
         ({"num_taps": 1}, r"target_layer_ids: found \[1, 2\], wanted \[2\]"),
         ({"target_layer_ids": (0, 3)}, r"target_layer_ids: found \[1, 2\], wanted \[0, 3\]"),
         ({"encoding": "int8"}, "encoding: found 'bf16', wanted 'int8'"),
+        (
+            {"encoding": "projected-int8"},
+            "encoding: found 'bf16', wanted 'projected-int8'; rank: found None, wanted 32",
+        ),
     ],
 )
 def test_each_difference_from_the_store_is_named(
@@ -352,7 +363,7 @@ def opened(
     prepared = preparation.prepare(config, lambda _event: None)
     encoding = make_encoding("bf16", 2, 32)
     worker._create(prepared.config, target, encoding, prepared.table)
-    forwarder = Forwarder(target, encoding, StoreReader(config.store).channel_scale, prepared.table)
+    forwarder = Forwarder(target, encoding, StoreReader(config.store).calibration, prepared.table)
     yield prepared.config, prepared.table, forwarder
 
 
@@ -470,3 +481,47 @@ def test_calibration_of_another_store_is_taken_over(config: ExtractConfig, targe
     wrong = load_target(config.target, (0, 3), "cpu")
     with pytest.raises(StoreError, match=r"is for layers \[1, 2\] of 32 channels, but the layers \[0, 3\]"):
         worker._create(prepared.config, wrong, make_encoding("int8", 2, 32), prepared.table)
+
+
+def test_a_projected_store_keeps_the_rank_and_projection_that_it_began_with(
+    config: ExtractConfig, target: Target, full_store: Path, tmp_path: Path
+) -> None:
+    config = replace(config, encoding="projected-int8", rank="0.7H")
+    assert extract(config).outcome == "finished"
+    assert_whole(config.store)
+    store = StoreReader(config.store)
+    assert store.manifest.rank == store.encoding.num_features == 22
+    calibration = store.calibration
+    assert calibration.projection is not None and calibration.projection.shape == (22, 64)
+    torch.testing.assert_close(calibration.projection @ calibration.projection.T, torch.eye(22), rtol=0, atol=1e-5)
+    report = recompute_samples(config.store, config.target, 10)
+    assert list(report.largest) == ["projection"] and 1e-3 < report.largest["projection"] < 1 / 254 + 1e-4
+    kept = store_report(config.store)["features"]
+    assert all(0.3 < layer["energy_kept"] < 1 for layer in kept)
+
+    again = replace(
+        config, rank="auto", encoding="projected-int4", store=tmp_path / "int4", calibration_from=config.store
+    )
+    prepared = preparation.prepare(again, lambda _event: None)
+    assert (prepared.config.rank, prepared.forecast.rank) == ("22", 22)
+    worker._create(prepared.config, target, make_encoding("projected-int4", 2, 32, 22), prepared.table)
+    assert StoreReader(again.store).manifest.calibration_hash == store.manifest.calibration_hash
+    assert extract(replace(config, rank="auto")).outcome == "nothing to do"
+    with pytest.raises(StoreError, match="rank: found 22, wanted 32"):
+        extract(replace(config, rank="H"))
+    with pytest.raises(StoreError, match="has a projection of rank 22, but projected-int4 of rank 32 is to be stored"):
+        extract(replace(again, rank="H", store=tmp_path / "other"))
+    with pytest.raises(StoreError, match="has no projection, but projected-int8 of rank 32 is to be stored"):
+        extract(replace(config, rank="H", store=tmp_path / "other", calibration_from=full_store))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"rank": "7"}, "--rank 7 is for the projected encodings, but --encoding is bf16"),
+        ({"rank": "x", "encoding": "projected-int8"}, "--rank is 'x'. Give a number"),
+    ],
+)
+def test_a_rank_is_checked_with_the_options(config: ExtractConfig, change: dict[str, Any], match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        replace(config, **change)

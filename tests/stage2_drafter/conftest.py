@@ -15,9 +15,10 @@ from torch import Tensor
 from dflash_train.stage2_drafter.blocks import Blocks, document_positions, make_blocks, sample_anchors
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.drafter import DrafterConfig
+from dflash_train.store.calibration import Calibration
 from dflash_train.store.creation import FrozenTarget, create_store
-from dflash_train.store.encoding import make_encoding
-from dflash_train.store.manifest import Manifest, hash_calibration, hash_id
+from dflash_train.store.encoding import is_projected, make_encoding
+from dflash_train.store.manifest import Manifest, hash_id
 from dflash_train.store.segment import SegmentWriter
 
 
@@ -140,11 +141,22 @@ def make_store(tmp_path: Path) -> Callable[..., Path]:
     ) -> Path:
         path = tmp_path / name
         vocab_size, hidden_size, layer_ids = 64, 16, (1, 3)
-        encoding = make_encoding(encoding_name, len(layer_ids), hidden_size)
+        rank = 13 if is_projected(encoding_name) else None
+        encoding = make_encoding(encoding_name, len(layer_ids), hidden_size, rank)
         rng = np.random.default_rng(5)
         table = 0.3 * rng.standard_normal((vocab_size, hidden_size)).astype(np.float32)
         head = None if tied else rng.standard_normal((vocab_size, hidden_size)).astype(np.float32)
-        channel_scale = np.exp(rng.standard_normal(encoding.num_features)).astype(np.float32)
+        channel_scale = np.exp(rng.standard_normal(encoding.num_states)).astype(np.float32)
+        calibration = Calibration.from_arrays(channel_scale)
+        mixing = rng.standard_normal((hidden_size, encoding.num_states)).astype(np.float32)
+        if rank is not None:
+            values, directions = np.linalg.eigh(mixing.T @ mixing)
+            calibration = Calibration.from_arrays(
+                channel_scale,
+                projection=np.ascontiguousarray(directions.T[::-1][:rank]),
+                eigenvalues=np.ascontiguousarray(values[::-1][:rank]),
+                layer_energy=np.ones(len(layer_ids), np.float32),
+            )
         manifest = Manifest(
             target_name="tiny",
             target_revision=None,
@@ -163,20 +175,19 @@ def make_store(tmp_path: Path) -> Callable[..., Path]:
             logit_scale=1.0,
             logit_softcap=None,
             encoding=encoding_name,
-            rank=None,
-            calibration_hash=hash_calibration(channel_scale),
+            rank=rank,
+            calibration_hash=calibration.hash,
         )
         config = TINY_TARGET | {"head_dim": head_dim}
         frozen = FrozenTarget(embed_tokens=table, lm_head=head, dtype_view=None, config=config)
-        create_store(path, manifest, channel_scale, frozen)
-        mixing = rng.standard_normal((hidden_size, encoding.num_features)).astype(np.float32)
+        create_store(path, manifest, calibration, frozen)
         writer = SegmentWriter(path, encoding, {"source": "made up"})
         for index, length in enumerate(lengths):
             token_ids = ((np.arange(length) * (1 + index % 3) + index) % 48).astype(np.int32)
             loss_mask = np.zeros(length, dtype=np.uint8)
             loss_mask[min(3, length - 1) :] = index not in unsupervised
             states = torch.from_numpy(table[token_ids] @ mixing * channel_scale)
-            features, scales = encoding.encode(states, torch.from_numpy(channel_scale))
+            features, scales = encoding.encode(states, calibration)
             writer.append(
                 1000 + index,
                 hash_id(f"group {index // 2}".encode()),

@@ -26,11 +26,13 @@ from dflash_train.stage2_drafter.checkpoint import (
 )
 from dflash_train.stage2_drafter.drafter import Drafter, DrafterConfig, load_drafter
 from dflash_train.stage2_drafter.run_folder import read_ledger, rewind_metrics, run_lock, start_ledger
-from dflash_train.store.encoding import make_encoding
+from dflash_train.store.calibration import Calibration
+from dflash_train.store.encoding import is_projected, make_encoding
 from dflash_train.store.files import Files
 
 ENCODING = make_encoding("bf16", 2, 32)
 SCALE = torch.from_numpy(np.exp(np.random.default_rng(0).standard_normal(64)).astype(np.float32))
+CALIBRATION = Calibration(SCALE)
 
 
 def save(
@@ -54,7 +56,7 @@ def save(
     )
     moments = {f"exp_avg.{name}": tensor * 0.5 for name, tensor in masters.items()}
     save_checkpoint(
-        run, state=state, masters=masters, optimizer=moments, encoding=ENCODING, channel_scale=SCALE, files=files
+        run, state=state, masters=masters, optimizer=moments, encoding=ENCODING, calibration=CALIBRATION, files=files
     )
 
 
@@ -107,21 +109,34 @@ def test_rounding_is_to_nearest_once() -> None:
         assert (error <= (neighbour.view(torch.bfloat16).double() - random).abs()).all()
 
 
-@pytest.mark.parametrize("encoding_name", ["bf16", "int8"])
-def test_exported_fc_acts_on_raw_states_as_the_trained_one_on_scaled_states(
-    encoding_name: str, drafter: Drafter
+@pytest.mark.parametrize("encoding_name", ["bf16", "int8", "projected-int8", "projected-int4"])
+def test_exported_fc_acts_on_raw_states_as_the_trained_one_on_its_features(
+    encoding_name: str, make_config: Callable[..., DrafterConfig]
 ) -> None:
-    encoding = make_encoding(encoding_name, 2, 32)
+    rank = 23 if is_projected(encoding_name) else None
+    encoding = make_encoding(encoding_name, 2, 32, rank)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.linalg.qr(torch.randn(64, 64, generator=generator, dtype=torch.float64)).Q[:, : rank or 64].T
+    calibration = Calibration(SCALE, projection=None if rank is None else rows.float().contiguous())
+    drafter = Drafter(make_config(num_hidden_layers=1), seed=1, num_features=encoding.num_features)
     masters = dict(drafter.named_parameters())
-    exported = export_tensors(masters, encoding, SCALE)
+    assert masters["fc.weight"].shape == (32, encoding.num_features)
+    exported = export_tensors(masters, encoding, calibration)
     assert exported.keys() == masters.keys()
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
-    exact = masters["fc.weight"].detach().double() / SCALE.double()
+    trained = masters["fc.weight"].detach().double()
+    exact = trained if calibration.projection is None else trained @ calibration.projection.double()
+    exact = exact / SCALE.double()
     assert torch.equal(exported["fc.weight"], round_to_bfloat16(exact))
-    states = torch.randn(5, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * SCALE
-    trained = (states / SCALE.double()) @ masters["fc.weight"].detach().double().T
-    torch.testing.assert_close(states @ exact.T, trained, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(states @ exported["fc.weight"].double().T, trained, rtol=0, atol=2**-8 * 8 * 0.02 * 3)
+    states = torch.randn(5, 64, dtype=torch.float64, generator=generator) * SCALE
+    features = states / SCALE.double()
+    if calibration.projection is not None:
+        features = features @ calibration.projection.double().T
+    outputs = features @ trained.T
+    torch.testing.assert_close(states @ exact.T, outputs, rtol=1e-12, atol=1e-12)
+    # each of 64 products errs by at most 2^-9 of itself
+    noise = 2**-9 * (states.abs() @ exact.abs().T)
+    assert ((states @ exported["fc.weight"].double().T - outputs).abs() <= noise).all()
 
 
 def test_checkpoint_holds_the_drafter_and_nothing_frozen(tmp_path: Path, drafter: Drafter) -> None:

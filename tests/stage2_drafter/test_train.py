@@ -18,14 +18,16 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from dflash_train.errors import InputError
-from dflash_train.stage2_drafter.checkpoint import list_checkpoints, newest_checkpoint
+from dflash_train.stage2_drafter.checkpoint import list_checkpoints, newest_checkpoint, round_to_bfloat16
 from dflash_train.stage2_drafter.config import TrainConfig
+from dflash_train.stage2_drafter.drafter import load_drafter
 from dflash_train.stage2_drafter.loss import block_weights, dpace_weights
 from dflash_train.stage2_drafter.preparation import check_resume, prepare_run, resolve_mask_token
 from dflash_train.stage2_drafter.rank import run_rank
 from dflash_train.stage2_drafter.run_folder import read_ledger, read_metrics
 from dflash_train.stage2_drafter.train import RankDied, train
 from dflash_train.stage2_drafter.trainer import Rank, Trainer
+from dflash_train.store.calibration import Calibration
 from dflash_train.store.reader import StoreReader
 from dflash_train.store.segment import SegmentWriter
 
@@ -81,7 +83,7 @@ def test_step_equals_one_plain_loss_over_all_its_rows(
         row = twin.builder.build(run.schedule.key(number), twin._buffer())
         blocks = row.blocks
         scales = row.buffer.scales
-        features = run.reader.encoding.decode(row.buffer.features, scales, twin.channel_scale, torch.float32)
+        features = run.reader.encoding.decode(row.buffer.features, scales, twin.calibration, torch.float32)
         hidden = twin.compiled(
             features,
             torch.from_numpy(row.positions),
@@ -162,7 +164,7 @@ def test_steps_that_are_not_finite_are_skipped_and_then_stop_the_run(
     config = make_train_config(make_store(), steps=9, bad_step_limit=3, holdout=0.0)
     trainer = Trainer(prepare_run(config), Rank(), lambda line: None, lambda: False)
     before = {name: parameter.detach().clone() for name, parameter in trainer.named}
-    trainer.channel_scale = trainer.channel_scale * float("nan")
+    trainer.calibration = Calibration(trainer.calibration.channel_scale * float("nan"))
     config.run.mkdir()
     with pytest.raises(InputError, match=r"The loss was not finite in 3 steps in a row, .* step 3, with samples 0{10}"):
         trainer.train()
@@ -182,6 +184,33 @@ def test_no_steps_writes_the_untrained_drafter(make_store: MakeStore, make_train
     twin = Trainer(prepare_run(config), Rank(), lambda line: None, lambda: False)
     saved = checkpoints[0].masters()
     assert all(torch.equal(saved[name], parameter) for name, parameter in twin.named)
+
+
+@pytest.mark.parametrize("encoding_name", ["projected-int8", "projected-int4"])
+def test_a_projected_store_trains_resumes_and_exports_the_standard_format(
+    make_store: MakeStore, make_train_config: MakeConfig, encoding_name: str
+) -> None:
+    store = make_store(encoding_name=encoding_name)
+    whole, parts = make_train_config(store, steps=30), make_train_config(store, run="parts", steps=30)
+    run_here(whole)
+    run_here(parts, stop_after=4)
+    run_here(parts)
+    assert curve(parts.run) == curve(whole.run) and equal(parts.run, whole.run)
+    losses = [line["loss"] for line in read_metrics(whole.run) if line["kind"] == "train"]
+    assert losses[-1] < losses[0] - 0.1
+    checkpoint, reader = newest_checkpoint(whole.run), StoreReader(store)
+    assert checkpoint is not None
+    trained, drafter = checkpoint.masters()["fc.weight"], load_drafter(checkpoint.path)
+    assert trained.shape == (16, 13) and drafter.fc.weight.shape == (16, 32)
+    folded = reader.encoding.fold(trained, reader.calibration)
+    assert torch.equal(drafter.fc.weight, round_to_bfloat16(folded))
+    # what the engine computes from raw states is what was trained on, but for rounding to the stored steps and bf16
+    sample = reader.read(0)
+    scales = torch.from_numpy(sample.scales) if sample.scales is not None else None
+    decoded = reader.encoding.decode(torch.from_numpy(sample.features), scales, reader.calibration, torch.float32)
+    states = reader.encoding.scaled_states(decoded, reader.calibration) * reader.calibration.channel_scale
+    engine, ours = states @ drafter.fc.weight.detach().float().T, decoded @ trained.T
+    assert float((engine - ours).norm() / ours.norm()) < 0.01
 
 
 def test_stopped_run_goes_on_exactly(make_store: MakeStore, make_train_config: MakeConfig) -> None:
@@ -214,7 +243,8 @@ def test_exported_checkpoint_keeps_nothing_frozen(make_store: MakeStore, make_tr
     assert checkpoint is not None
     names = set(load_file(checkpoint.path / "model.safetensors"))
     assert names == {name for name, _ in trainer.named} == set(checkpoint.masters())
-    exact = (checkpoint.masters()["fc.weight"].double() / trainer.channel_scale.double()).float().bfloat16()
+    scale = trainer.calibration.channel_scale.double()
+    exact = (checkpoint.masters()["fc.weight"].double() / scale).float().bfloat16()
     assert torch.equal(load_file(checkpoint.path / "model.safetensors")["fc.weight"], exact)
 
 

@@ -12,13 +12,15 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from dflash_train.store.calibration import Calibration
 from dflash_train.store.creation import FrozenTarget, create_store, manifest_encoding
-from dflash_train.store.encoding import Encoding, to_stored
+from dflash_train.store.encoding import Encoding, is_projected, to_stored
 from dflash_train.store.files import Files
-from dflash_train.store.manifest import Manifest, hash_calibration
+from dflash_train.store.manifest import Manifest
 from dflash_train.store.segment import SegmentWriter
 
 NUM_LAYERS, HIDDEN_SIZE, VOCAB_SIZE = 3, 8, 11
+RANK = 7  # odd: two int4 share a byte
 ODD_LENGTHS = (1, 7, 31, 32, 33, 100, 507)
 
 
@@ -35,6 +37,20 @@ class StoreMaker:
     def channel_scale(self) -> NDArray[np.float32]:
         generator = np.random.default_rng(5)
         return np.exp(generator.normal(size=self.num_layers * self.hidden_size)).astype(np.float32)
+
+    @property
+    def calibration(self) -> Calibration:
+        """D, and where the encoding projects P, whose directions have falling eigenvalues."""
+        if not is_projected(self.encoding_name):
+            return Calibration.from_arrays(self.channel_scale)
+        generator = np.random.default_rng(6)
+        rows = np.linalg.qr(generator.normal(size=(self.num_layers * self.hidden_size, RANK)))[0].T
+        return Calibration.from_arrays(
+            self.channel_scale,
+            projection=np.ascontiguousarray(rows, np.float32),
+            eigenvalues=np.linspace(2, 0.1, RANK, dtype=np.float32),
+            layer_energy=np.ones(self.num_layers, np.float32),
+        )
 
     @property
     def manifest(self) -> Manifest:
@@ -56,8 +72,8 @@ class StoreMaker:
             logit_scale=1.0,
             logit_softcap=None,
             encoding=self.encoding_name,
-            rank=None,
-            calibration_hash=hash_calibration(self.channel_scale),
+            rank=RANK if is_projected(self.encoding_name) else None,
+            calibration_hash=self.calibration.hash,
         )
 
     @property
@@ -80,7 +96,7 @@ class StoreMaker:
         )
 
     def create(self, path: Path, files: Files | None = None) -> Path:
-        create_store(path, self.manifest, self.channel_scale, self.frozen(), files)
+        create_store(path, self.manifest, self.calibration, self.frozen(), files)
         return path
 
     def states(self, number: int, length: int) -> torch.Tensor:
@@ -90,7 +106,7 @@ class StoreMaker:
     def sample(self, number: int, length: int) -> dict[str, Any]:
         """The arguments of SegmentWriter.append."""
         generator = np.random.default_rng(number)
-        features, scales = self.encoding.encode(self.states(number, length), torch.from_numpy(self.channel_scale))
+        features, scales = self.encoding.encode(self.states(number, length), self.calibration)
         return {
             "sample_id": 1000 + number,
             "group": number // 2,
@@ -144,7 +160,7 @@ def quick_path(tmp_path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.fixture(params=["bf16", "int8"])
+@pytest.fixture(params=["bf16", "int8", "projected-int8", "projected-int4"])
 def maker(request: pytest.FixtureRequest) -> StoreMaker:
     return StoreMaker(request.param)
 

@@ -211,7 +211,7 @@ def test_creation_survives_a_stop_after_every_call(with_: Any, quick_path: Path)
             else:
                 with pytest.raises(StoreError, match="is not there"):
                     open_manifest(path)
-                create_store(path, maker.manifest, maker.channel_scale, maker.frozen())
+                create_store(path, maker.manifest, maker.calibration, maker.frozen())
         maker.add_segment(path, [0])
         report = verify_store(path)
         assert report.problems == [] and report.leftovers == [] and report.num_samples == 1

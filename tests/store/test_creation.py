@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 import zarr
 
+from dflash_train.store.calibration import Calibration
 from dflash_train.store.creation import clean_staging, create_store, store_lock
 from dflash_train.store.files import Files, StoreError, write_directory
 from dflash_train.store.verify import verify_store
@@ -62,9 +63,9 @@ def test_missing_parents_are_made(bf16: Any, tmp_path: Path) -> None:
 
 def test_wrong_shapes_are_bugs(bf16: Any, with_: Any, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="calibration_hash"):
-        create_store(tmp_path / "s.zarr", bf16.manifest, np.ones(24, np.float32), bf16.frozen())
+        create_store(tmp_path / "s.zarr", bf16.manifest, Calibration(torch.ones(24)), bf16.frozen())
     with pytest.raises(AssertionError, match="not tied"):
-        create_store(tmp_path / "s.zarr", bf16.manifest, bf16.channel_scale, with_(tied=False).frozen())
+        create_store(tmp_path / "s.zarr", bf16.manifest, bf16.calibration, with_(tied=False).frozen())
 
 
 def test_second_holder_of_the_lock_hears_who_has_it(tmp_path: Path) -> None:

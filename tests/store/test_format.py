@@ -32,7 +32,13 @@ def read_store(path: Path) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.nda
     manifest = read_json(path / "zarr.json")["attributes"]
     assert manifest["format"] == "dflash-train store" and manifest["format_version"] == 1
     num_layers, hidden_size = len(manifest["target_layer_ids"]), manifest["hidden_size"]
-    num_features = num_layers * hidden_size
+    encoding, num_features = manifest["encoding"], manifest["rank"] or num_layers * hidden_size
+    projected = encoding.startswith("projected-")
+    num_columns = (num_features + 1) // 2 if encoding == "projected-int4" else num_features
+    num_scales = {"bf16": 0, "int8": num_layers}.get(encoding, 1)
+    if projected:
+        assert (path / "calibration/projection/c/0/0").stat().st_size == 4 * num_features * num_layers * hidden_size
+        eigenvalues = np.fromfile(path / "calibration/eigenvalues/c/0", "<f4")
     channel_scale = np.fromfile(path / "calibration/channel_scale/c/0", "<f4")
     check_listed(path)
     seen = set()
@@ -41,16 +47,15 @@ def read_store(path: Path) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.nda
         counts = read_json(folder / "zarr.json")["attributes"]
         if not counts["num_rows"]:
             continue
-        item_bytes = {"bf16": 2, "int8": 1}[manifest["encoding"]]
-        row_bytes = num_features * item_bytes
+        row_bytes = num_columns * (2 if encoding == "bf16" else 1)
         assert counts["align_tokens"] == 512 // gcd(512, row_bytes)
         shard = (folder / "features/c/0/0").read_bytes()
         num_inner, inner_bytes = ceil(counts["num_rows"] / 32), 32 * row_bytes
         index = b"".join(struct.pack("<QQ", number * inner_bytes, inner_bytes) for number in range(num_inner))
         assert shard[num_inner * inner_bytes :] == index + struct.pack("<I", google_crc32c.value(index))
         files = {"features": (shard, row_bytes)}
-        if manifest["encoding"] == "int8":
-            files["feature_scale"] = ((folder / "feature_scale/c/0/0").read_bytes(), 4 * num_layers)
+        if num_scales:
+            files["feature_scale"] = ((folder / "feature_scale/c/0/0").read_bytes(), 4 * num_scales)
         files["token_ids"] = ((folder / "token_ids/c/0").read_bytes(), 4)
         files["loss_mask"] = ((folder / "loss_mask/c/0").read_bytes(), 1)
         for identity, _, first, length, supervised, crc in np.fromfile(folder / "samples/c/0/0", "<i8").reshape(-1, 6):
@@ -61,13 +66,24 @@ def read_store(path: Path) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.nda
             if identity in seen:
                 continue
             seen.add(identity)
-            if manifest["encoding"] == "bf16":
+            if projected:
+                stored = np.frombuffer(rows["features"], np.uint8).reshape(length, num_columns)
+                if encoding == "projected-int4":
+                    values = np.empty((length, 2 * num_columns), np.int8)
+                    values[:, 0::2], values[:, 1::2] = stored & 15, stored >> 4
+                    values[values > 7] -= 16
+                    quantised = values[:, :num_features]
+                else:
+                    quantised = stored.view(np.int8)
+                scales = np.frombuffer(rows["feature_scale"], "<f4").reshape(length, 1)
+                decoded = quantised * scales * np.sqrt(eigenvalues)
+            elif encoding == "bf16":
                 bits = np.frombuffer(rows["features"], "<u2").astype(np.uint32) << 16
                 decoded = bits.view(np.float32).reshape(length, num_features) / channel_scale
             else:
-                quantised = np.frombuffer(rows["features"], np.int8).reshape(length, num_layers, hidden_size)
-                scales = np.frombuffer(rows["feature_scale"], "<f4").reshape(length, num_layers, 1)
-                decoded = (quantised * scales).reshape(length, num_features)
+                layers = np.frombuffer(rows["features"], np.int8).reshape(length, num_layers, hidden_size)
+                steps = np.frombuffer(rows["feature_scale"], "<f4").reshape(length, num_layers, 1)
+                decoded = (layers * steps).reshape(length, num_features)
             yield (
                 int(identity),
                 np.frombuffer(rows["token_ids"], "<i4"),
@@ -81,7 +97,7 @@ def test_reader_from_the_document_reads_every_sample(maker: Any, tmp_path: Path)
 
     path = maker.store(tmp_path / "s.zarr")
     maker.add_segment(path, [3, 20])  # number 3 a second time
-    reader, channel_scale = StoreReader(path), torch.from_numpy(maker.channel_scale)
+    reader, calibration = StoreReader(path), maker.calibration
     samples = list(read_store(path))
     assert [sample[0] for sample in samples] == reader.samples["id"].tolist() and len(samples) == 15
     for index, (_, token_ids, loss_mask, decoded) in enumerate(samples):
@@ -90,4 +106,4 @@ def test_reader_from_the_document_reads_every_sample(maker: Any, tmp_path: Path)
         np.testing.assert_array_equal(loss_mask, ours.loss_mask)
         bits = torch.from_numpy(ours.features.view(f"i{ours.features.itemsize}"))
         scales = None if ours.scales is None else torch.from_numpy(ours.scales)
-        np.testing.assert_array_equal(decoded, maker.encoding.decode(bits, scales, channel_scale, torch.float32))
+        np.testing.assert_array_equal(decoded, maker.encoding.decode(bits, scales, calibration, torch.float32))

@@ -11,7 +11,7 @@ from PIL import Image
 
 from dflash_train.errors import InputError
 from dflash_train.store.files import StoreError
-from dflash_train.store.plots import measure_int8_error, plot_store
+from dflash_train.store.plots import measure_rounding_error, plot_store
 from dflash_train.store.reader import StoreReader
 from dflash_train.store.report import draw_features
 from dflash_train.store.segment import SegmentWriter
@@ -59,7 +59,7 @@ def test_expected_error_of_int8_is_the_measured_one(with_: Any, tmp_path: Path) 
     for name in ("bf16", "int8"):
         maker = with_(encoding_name=name, hidden_size=64)
         reader = StoreReader(maker.store(tmp_path / f"{name}.zarr"))
-        errors.append(measure_int8_error(draw_features(reader, seed=0)))
+        errors.append(measure_rounding_error(draw_features(reader, seed=0)))
     measured, expected = errors
     assert measured.by_channel.shape == (3, 64)
     np.testing.assert_allclose(expected.by_layer, measured.by_layer, rtol=0.03)
@@ -74,7 +74,7 @@ def test_a_channel_that_int8_loses_has_an_infinite_error(with_: Any, tmp_path: P
     sample["features"][:, 3] = 0
     writer.append(**sample)
     writer.commit()
-    error = measure_int8_error(draw_features(StoreReader(path), seed=0))
+    error = measure_rounding_error(draw_features(StoreReader(path), seed=0))
     assert np.argwhere(np.isinf(error.by_channel)).tolist() == [[0, 3]]
     assert np.isfinite(error.by_layer).all()
     plot_store(path, tmp_path)

@@ -95,7 +95,7 @@ def test_read_into_fills_slices_of_a_row_buffer_from_many_threads(maker: Any, tm
     path = maker.store(tmp_path / "s.zarr")
     reader, encoding = StoreReader(path), maker.encoding
     ends = np.cumsum(reader.samples["length"])
-    features = np.zeros((ends[-1], encoding.num_features), "i2" if maker.encoding_name == "bf16" else "i1")
+    features = np.zeros((ends[-1], encoding.num_columns), "i2" if maker.encoding_name == "bf16" else "i1")
     scales = np.zeros((ends[-1], encoding.num_scales), np.float32) if encoding.num_scales else None
     token_ids, loss_mask = np.zeros(ends[-1], np.int32), np.zeros(ends[-1], np.uint8)
 

@@ -29,8 +29,12 @@ def test_report_counts_and_measures(maker: Any, tmp_path: Path) -> None:
     assert report["supervised_share"] == pytest.approx(supervised / 1422)
     assert [layer["layer"] for layer in report["features"]] == [1, 2, 3]
     for layer in report["features"]:
-        assert layer["rms"] == pytest.approx(1, rel=0.1)  # the states are standard normal
-        assert 3 < layer["absmax"] < 6
+        if reader.manifest.rank is None:
+            assert layer["rms"] == pytest.approx(1, rel=0.1)  # the states are standard normal
+            assert 3 < layer["absmax"] < 6
+            assert layer["energy_kept"] == 1
+        else:
+            assert 0 < layer["energy_kept"] < 1
 
 
 def test_outliers_are_counted(bf16: Any, tmp_path: Path) -> None:
@@ -51,6 +55,7 @@ def test_report_prints(maker: Any, tmp_path: Path) -> None:
     console.print(format_report(store_report(maker.store(tmp_path / "s.zarr"))))
     text = console.export_text()
     assert "org/target @ abc" in text and "1 x no supervised tokens" in text and "1, 2, 3 of 5" in text
+    assert ("energy kept" in text and "rank 7" in text) == maker.encoding.is_projected
 
 
 def test_empty_store_has_a_report(maker: Any, tmp_path: Path) -> None:

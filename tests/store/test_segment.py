@@ -104,7 +104,7 @@ def test_quarantine_alone_is_committed(maker: Any, tmp_path: Path) -> None:
     assert len(reader.samples) == 0 and [entry["id"] for entry in reader.quarantined()] == ["00ff"]
     assert reader.sources() == [{"split": "train"}] and verify_store(path).problems == []
     group = zarr.open_group(path / "segments" / writer.segment_id, mode="r")
-    assert np.asarray(group["features"]).shape == (0, maker.encoding.num_features)
+    assert np.asarray(group["features"]).shape == (0, maker.encoding.num_columns)
 
 
 def test_abandoned_segment_leaves_nothing(maker: Any, tmp_path: Path) -> None:

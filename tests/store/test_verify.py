@@ -135,7 +135,7 @@ def test_counts_and_padding_are_checked_beyond_checksums(maker: Any, tmp_path: P
         (tmp_path / "backup").rename(folder)
         return problem
 
-    row_bytes = maker.encoding.num_features * maker.encoding.storage_dtype.itemsize
+    row_bytes = maker.encoding.num_columns * maker.encoding.storage_dtype.itemsize
     at = 8 * row_bytes  # seven rows, then padding
     problem = with_copy("features/c/0/0", lambda data: data[:at] + b"\x01" + data[at + 1 :])
     assert problem.file == "features" and "padding rows that are not zero" in problem.text
