@@ -21,7 +21,7 @@ PAPER_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}  # DFlash, section 4.2: gamma by block 
 
 HARMLESS_FIELDS = frozenset(
     ("store", "run", "devices", "steps", "epochs", "save_every", "keep", "evaluate_every", "evaluate_rows")
-    + ("log_every", "read_ahead", "bad_step_limit")
+    + ("log_every", "read_ahead", "direct_io", "bad_step_limit")
     + ("num_layers", "block_size", "drafter_config", "mask_token")  # compared as the drafter that they make
 )
 
@@ -94,6 +94,9 @@ class TrainConfig:
     """Steps between lines on the terminal; metrics.jsonl has every step."""
     read_ahead: int = 3
     """Rows read ahead of the step by each process, in pinned memory on CUDA."""
+    direct_io: bool = False
+    """Read features past the page cache: a quarter of the CPU time, and the cache stays free for others. Off, because
+    a store that fits into memory is read faster from the cache in every epoch but the first."""
     bad_step_limit: int = 10
     """Steps in a row with a loss or gradient that is not finite, each skipped, before the run stops."""
 

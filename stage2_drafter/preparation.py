@@ -42,7 +42,7 @@ def prepare_run(config: TrainConfig, segments: Sequence[str] | None = None) -> P
 
     segments is the run's ledger; None takes all that the store has.
     """
-    reader = StoreReader(config.store, segments)
+    reader = StoreReader(config.store, segments, direct_io=config.direct_io)
     if not len(reader.samples):
         raise InputError(f"{config.store} holds no sample yet. Run `dflash extract` first.")
     drafter_config = make_drafter_config(config, reader)

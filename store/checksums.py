@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from dflash_train.store.manifest import canonical_json
 
 CHECKSUMS_NAME = "checksums.json"
 PIECE_BYTES = 8 << 20
+CACHED_BYTES = 1 << 20  # stays in a core's cache between its checksum and its copy to or from the kernel
+COMBINE_BYTES = 256 << 10  # from here on `combine_crc` is quicker than a second pass
+CRC32C_POLYNOMIAL = 0x82F63B78  # Castagnoli, reflected
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,55 @@ def extend_crc(crc: int, data: Data | NDArray[Any]) -> int:
     return int(google_crc32c.extend(crc, data))
 
 
+def combine_crc(first: int, second: int, num_bytes: int) -> int:
+    """Return the crc32c of two texts behind one another from their own; the second has num_bytes. 20 to 60 us.
+
+    first is multiplied by x^(8 * num_bytes) modulo the polynomial, as zlib's crc32_combine does.
+    """
+    shift, power = 1 << 31, 3
+    while num_bytes:
+        if num_bytes & 1:
+            shift = _multiply(_powers()[power % 32], shift)
+        num_bytes, power = num_bytes >> 1, power + 1
+    return _multiply(shift, first) ^ second
+
+
+@cache
+def _powers() -> list[int]:
+    """x^(2^n) for n = 0 ... 31, after which they repeat; bits are reflected, so that 1 is 1 << 31 and x is 1 << 30."""
+    powers = [1 << 30]
+    while len(powers) < 32:
+        powers.append(_multiply(powers[-1], powers[-1]))
+    return powers
+
+
+def _multiply(a: int, b: int) -> int:
+    """Multiply two polynomials of the crc."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ (CRC32C_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
 class SummedFile(WritableFile):
     """A file that knows the checksum of what was written to it."""
 
     crc = 0
+
+    def write_summed(self, data: Data) -> int:
+        """Write data and return its own crc32c: large data are read from memory once for both checksums and the write."""
+        data, crc = memoryview(data).cast("B"), 0
+        if len(data) < COMBINE_BYTES:
+            self.write(data)
+            return extend_crc(0, data)
+        for start in range(0, len(data), CACHED_BYTES):
+            piece = data[start : start + CACHED_BYTES]
+            crc = extend_crc(crc, piece)
+            super().write(piece)
+        self.crc = combine_crc(self.crc, crc, len(data))
+        return crc
 
     def write(self, data: Data) -> None:
         super().write(data)

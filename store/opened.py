@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_train.store.arrays import INNER_ROWS, ArrayInfo, read_array, read_array_info, read_group, shard_index
-from dflash_train.store.checksums import read_checksums
-from dflash_train.store.encoding import Encoding
+from dflash_train.store.checksums import CACHED_BYTES, extend_crc, read_checksums
+from dflash_train.store.direct import DirectFile
+from dflash_train.store.encoding import ALIGN_BYTES, Encoding
 from dflash_train.store.files import StoreError
 from dflash_train.store.segment import SAMPLE_COLUMNS, row_arrays
 
@@ -76,14 +77,20 @@ class Segment:
 class SegmentFiles:
     """The open row files of a segment; they close when the last user lets go of the object. Threads may share it."""
 
-    def __init__(self, segment: Segment) -> None:
-        """Open the files; a missing one raises StoreError. Call `check` before reading samples."""
+    def __init__(self, segment: Segment, direct_io: bool = False) -> None:
+        """Open the files; a missing one raises StoreError. Call `check` before reading samples.
+
+        direct_io reads `features` past the page cache where the file system can; the other arrays are small.
+        """
         self.segment = segment
         self._descriptors: dict[str, int] = {}
+        self._direct: DirectFile | None = None
         for name in segment.arrays if segment.num_rows else ():  # no rows, no chunk
             path = segment.path(name)
             try:
                 self._descriptors[name] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                if direct_io and name == "features":
+                    self._direct = DirectFile(path, straight=segment.arrays[name].row_bytes % ALIGN_BYTES == 0)
             except OSError as error:
                 raise StoreError(f"{path} could not be opened: {error.strerror}.") from error
 
@@ -102,19 +109,34 @@ class SegmentFiles:
                     f"another program rewrote it. Extract it again."
                 )
 
-    def read_rows(self, name: str, first_row: int, rows: NDArray[Any]) -> None:
-        """Read rows from first_row on into a contiguous array of the stored dtype; short reads are continued."""
+    def read_rows(self, name: str, first_row: int, rows: NDArray[Any], crc: int | None = None) -> int:
+        """Read rows from first_row on into a contiguous array of the stored dtype; short reads are continued.
+
+        Returns crc, the crc32c so far, continued over the rows; None counts none and returns 0.
+        """
         row_bytes = self.segment.arrays[name].row_bytes
         assert rows.flags.c_contiguous and rows.nbytes == len(rows) * row_bytes, f"{name} rows of {rows.shape}"
-        buffer, offset = rows.data.cast("B"), first_row * row_bytes
-        while len(buffer):
+        buffer, address, offset = rows.data.cast("B"), rows.__array_interface__["data"][0], first_row * row_bytes
+        direct = self._direct if name == "features" else None
+        position, end = 0, rows.nbytes
+        while position < end:
+            is_direct = direct is not None and direct.usable
+            stop = end if crc is None or is_direct else min(end, position + CACHED_BYTES)
+            piece = buffer[position:stop]
             try:
-                num_read = os.preadv(self._descriptors[name], [buffer], offset)
+                num_read = direct.read(piece, address + position, offset + position) if direct and is_direct else None
+                if num_read is None:
+                    num_read = os.preadv(self._descriptors[name], [piece], offset + position)
             except OSError as error:
                 raise StoreError(f"{self.segment.path(name)} could not be read: {error.strerror}.") from error
             if num_read == 0:
-                raise StoreError(f"{self.segment.path(name)} ends at byte {offset:,}: it was cut short while open.")
-            buffer, offset = buffer[num_read:], offset + num_read
+                raise StoreError(
+                    f"{self.segment.path(name)} ends at byte {offset + position:,}: it was cut short while open."
+                )
+            if crc is not None:
+                crc = extend_crc(crc, piece[:num_read])
+            position += num_read
+        return crc or 0
 
     def new_rows(self, name: str, first_row: int, num_rows: int) -> NDArray[Any]:
         """Read rows into a new array."""

@@ -1,7 +1,7 @@
 """Reading a store: every sample by index, by `preadv` into the caller's arrays, each checked by its crc32c.
 
-The table of all samples is in memory (44 bytes each); rows are read on demand, at 1.03 of raw `preadv` speed without
-and 0.6-0.8 with the check (store-format.md, 4.2). zarr-python is the slow twin: tests compare every value with it.
+The table of all samples is in memory (92 bytes each); rows are read on demand, at the speed of raw `preadv` without and
+0.6-0.8 of it with the check (docs/performance.md). zarr-python is the slow twin: tests compare every value with it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,19 @@ from numpy.typing import NDArray
 
 from dflash_train.store.arrays import read_array, read_group
 from dflash_train.store.calibration import CALIBRATION, Calibration
-from dflash_train.store.checksums import extend_crc, read_checksums, read_summed
+from dflash_train.store.checksums import read_checksums, read_summed
 from dflash_train.store.creation import EMBED_TOKENS, LM_HEAD, TARGET_FILES, calibration_shapes, manifest_encoding
 from dflash_train.store.encoding import from_stored
-from dflash_train.store.files import StoreError
+from dflash_train.store.files import Files, StoreError
+from dflash_train.store.index import (
+    INDEX_NAME,
+    MIN_SEGMENTS,
+    SegmentEntry,
+    is_current,
+    make_entry,
+    read_index,
+    write_index,
+)
 from dflash_train.store.manifest import FORMAT_NAME, Manifest, format_id
 from dflash_train.store.opened import Segment, SegmentFiles, list_segments
 from dflash_train.store.segment import SAMPLE_COLUMNS, SEGMENTS, row_arrays
@@ -71,8 +80,19 @@ def open_manifest(path: Path) -> Manifest:
 class StoreReader:
     """All committed samples of a store, or those of the given segments in the given order; threads may share it."""
 
-    def __init__(self, path: Path, segments: Sequence[str] | None = None, verify: bool = True) -> None:
-        """Open a store; damage in anything but the rows raises StoreError now, in rows when they are read (verify)."""
+    def __init__(
+        self,
+        path: Path,
+        segments: Sequence[str] | None = None,
+        verify: bool = True,
+        direct_io: bool = False,
+        files: Files | None = None,
+    ) -> None:
+        """Open a store; damage in its own files raises StoreError now, in rows when they are read (verify).
+
+        Damage in a segment's small files raises now, too, or, in stores with an index (index.py), when the segment is
+        first read. direct_io reads features past the page cache (direct.py). files writes the index.
+        """
         self.path = Path(path)
         self.manifest = open_manifest(self.path)
         self._checksums = read_checksums(self.path)
@@ -83,8 +103,10 @@ class StoreReader:
         self.samples: NDArray[Any] = np.empty(0, SAMPLE_DTYPE)
         self.num_duplicates = 0
         self._verify = verify
-        self._segments: list[Segment] = []
-        self._seen: set[int] = set()
+        self._direct_io = direct_io
+        self._index_files = files
+        self._entries: list[SegmentEntry] = []
+        self._segments: dict[int, Segment] = {}
         self._open: OrderedDict[int, SegmentFiles] = OrderedDict()
         self._lock = threading.Lock()
         self.refresh(segments)
@@ -113,8 +135,8 @@ class StoreReader:
     @property
     def num_bytes(self) -> int:
         """Bytes of all files that the checksums list: segments, calibration and frozen target."""
-        listed = [self._checksums, *(segment.checksums for segment in self._segments)]
-        return sum(checksum.size for checksums in listed for checksum in checksums.values())
+        own = sum(checksum.size for checksum in self._checksums.values())
+        return own + sum(entry.num_bytes for entry in self._entries)
 
     def refresh(self, segments: Sequence[str] | None = None) -> int:
         """Add segments committed since (or those given) behind the known ones; return how many were added.
@@ -123,44 +145,60 @@ class StoreReader:
         """
         known = set(self.segment_ids)
         new = [name for name in (list_segments(self.path) if segments is None else segments) if name not in known]
-        tables = [self.samples]
-        for name in new:
-            folder = self.path / SEGMENTS / name
-            if not folder.is_dir():
-                raise StoreError(
-                    f"{self.path} has no segment {name}: it was removed, or the run began with another store."
-                )
-            segment = Segment(folder, self.encoding)
-            tables.append(self._keep_first(segment))
-            self._segments.append(segment)
-            self.segment_ids.append(name)
-        self.samples = np.concatenate(tables)
+        entries = self._read_entries(new, is_listing=segments is None)
+        self._add_samples([entry.samples for entry in entries])
+        self._entries += entries
+        self.segment_ids += new
         return len(new)
 
-    def _keep_first(self, segment: Segment) -> NDArray[Any]:
-        table = np.empty(segment.num_samples, SAMPLE_DTYPE)
-        table["segment"] = len(self._segments)
+    def _read_entries(self, names: Sequence[str], is_listing: bool) -> list[SegmentEntry]:
+        """Take the segments' entries from the index cache where they are current, else from the segments."""
+        cached = read_index(self.path) if len(names) >= MIN_SEGMENTS else {}
+        entries: list[SegmentEntry] = []
+        num_opened = 0
+        for name in names:
+            entry = cached.get(name)
+            if entry is None or not is_current(self.path, entry):
+                segment = self._open_segment(name)
+                self._segments[len(self._entries) + len(entries)] = segment
+                entry, num_opened = make_entry(segment), num_opened + 1
+            entries.append(entry)
+        if is_listing and len(names) >= MIN_SEGMENTS and (num_opened or len(cached) != len(names)):
+            write_index(self.path, [*self._entries, *entries], self._index_files)
+        return entries
+
+    def _open_segment(self, name: str) -> Segment:
+        folder = self.path / SEGMENTS / name
+        if not folder.is_dir():
+            raise StoreError(f"{self.path} has no segment {name}: it was removed, or the run began with another store.")
+        return Segment(folder, self.encoding)
+
+    def _add_samples(self, tables: list[NDArray[np.int64]]) -> None:
+        """Append the samples of new segments, [N, 6] each, but for ids that are known."""
+        if not tables:
+            return
+        rows, num_known = np.concatenate(tables), len(self.samples)
+        added = np.empty(len(rows), SAMPLE_DTYPE)
+        numbers = np.arange(len(self._entries), len(self._entries) + len(tables), dtype=np.int32)
+        added["segment"] = np.repeat(numbers, [len(table) for table in tables])
         for column, name in enumerate(SAMPLE_COLUMNS):
-            table[name] = segment.samples[:, column]
-        kept = []
-        for index, identity in enumerate(table["id"].tolist()):
-            if identity not in self._seen:
-                self._seen.add(identity)
-                kept.append(index)
-        self.num_duplicates += len(table) - len(kept)
-        return table[kept]
+            added[name] = rows[:, column]
+        _, first = np.unique(np.concatenate([self.samples["id"], added["id"]]), return_index=True)
+        kept = np.sort(first[first >= num_known]) - num_known
+        self.num_duplicates += len(added) - len(kept)
+        self.samples = np.concatenate([self.samples, added if len(kept) == len(added) else added[kept]])
 
     def stored_ids(self) -> set[int]:
         """Ids of all samples."""
-        return set(self._seen)
+        return set(self.samples["id"].tolist())
 
     def quarantined(self) -> list[dict[str, Any]]:
         """What could not be stored: {"id": hex or None, "row": int or None, "reason": str} each."""
-        return [entry for segment in self._segments for entry in segment.quarantined]
+        return [entry for segment in self._entries for entry in segment.quarantined]
 
     def sources(self) -> list[dict[str, Any]]:
         """What every segment was made from, in the order of segment_ids."""
-        return [segment.source for segment in self._segments]
+        return [entry.source for entry in self._entries]
 
     def read_into(
         self,
@@ -179,13 +217,12 @@ class StoreReader:
         if scales is not None:
             arrays["feature_scale"] = scales
         files = self._files(int(sample["segment"]))
-        crc = 0
+        crc = 0 if self._verify else None
         for name in row_arrays(self.encoding):
             assert len(arrays[name]) == sample["length"], f"{name} has {len(arrays[name])} rows for {sample['length']}"
-            files.read_rows(name, int(sample["first_row"]), arrays[name])
-            if self._verify:
-                crc = extend_crc(crc, arrays[name])
-        if self._verify and crc != sample["crc32c"]:
+            found = files.read_rows(name, int(sample["first_row"]), arrays[name], crc)
+            crc = found if self._verify else None
+        if crc is not None and crc != sample["crc32c"]:
             raise StoreError(
                 f"Sample {format_id(int(sample['id']))} in segment {files.segment.folder.name} of {self.path} is damaged: "
                 f"crc32c {crc:08x}, wanted {int(sample['crc32c']):08x}. Remove that segment folder and extract again."
@@ -213,7 +250,16 @@ class StoreReader:
         return files
 
     def _open_files(self, number: int) -> SegmentFiles:
-        files = SegmentFiles(self._segments[number])
+        segment = self._segments.get(number)
+        if segment is None:  # its table came from the index
+            segment = self._open_segment(self.segment_ids[number])
+            if not np.array_equal(segment.samples, self._entries[number].samples):
+                raise StoreError(
+                    f"{segment.folder} has other samples than {self.path / INDEX_NAME} says: it was replaced while open, "
+                    f"or the index is wrong. Remove {self.path / INDEX_NAME} and run this again."
+                )
+            self._segments[number] = segment
+        files = SegmentFiles(segment, self._direct_io)
         files.check()
         return files
 

@@ -88,8 +88,8 @@ class SegmentWriter:
             crc = 0
             for name, array in arrays.items():
                 self._rows[name].skip(num_pad)
-                self._rows[name].write(array)
-                crc = extend_crc(crc, array)
+                array_crc = self._rows[name].write(array)
+                crc = extend_crc(crc, array) if name != "features" else array_crc  # features come first
             first_row, length = self._num_rows + num_pad, len(token_ids)
             supervised = int(np.count_nonzero(loss_mask))
             self._samples.append((sample_id, group, first_row, length, supervised, crc))
@@ -232,8 +232,9 @@ class _Rows:
         self.file = SummedFile(files, path)
         self.row_bytes = row_bytes
 
-    def write(self, array: NDArray[Any]) -> None:
-        self.file.write(array.data.cast("B"))
+    def write(self, array: NDArray[Any]) -> int:
+        """Write rows and return their crc32c."""
+        return self.file.write_summed(array.data.cast("B"))
 
     def skip(self, num_rows: int) -> None:
         """Write zero rows."""

@@ -14,7 +14,9 @@ import pytest
 
 from dflash_train.store.creation import clean_staging, create_store, store_lock
 from dflash_train.store.files import Files, list_temporaries, write_directory
+from dflash_train.store.index import read_index
 from dflash_train.store.manifest import StoreError
+from dflash_train.store.opened import list_segments
 from dflash_train.store.reader import StoreReader, open_manifest
 from dflash_train.store.segment import SegmentWriter
 from dflash_train.store.verify import verify_store
@@ -217,6 +219,40 @@ def test_creation_survives_a_stop_after_every_call(with_: Any, quick_path: Path)
         assert report.problems == [] and report.leftovers == [] and report.num_samples == 1
 
     assert crash_everywhere(base, work, check) > 70
+
+
+def test_index_cache_survives_a_stop_after_every_call(
+    with_: Any, quick_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_train.store.reader.MIN_SEGMENTS", 1)
+    maker = with_(num_layers=1, hidden_size=4)
+    base = quick_path / "base"
+    base.mkdir()
+    maker.create(base / "s.zarr")
+    maker.add_segment(base / "s.zarr", [0, 1])
+    StoreReader(base / "s.zarr")  # an older index is there already
+    maker.add_segment(base / "s.zarr", [2, 3])
+    (base / "s.zarr" / ".staging").rmdir()  # as in a copied store
+
+    def work(root: Path, files: Files) -> None:
+        StoreReader(root / "s.zarr", files=files)
+
+    def check(root: Path, finished: bool) -> None:
+        path = root / "s.zarr"
+        assert verify_store(path).problems == []
+        assert set(read_index(path)) in ([set(list_segments(path))] if finished else map(set, _prefixes(path)))
+        assert StoreReader(path).samples["id"].tolist() == [1000, 1001, 1002, 1003]
+        assert set(read_index(path)) == set(list_segments(path))
+        with store_lock(path):
+            clean_staging(path)
+        assert verify_store(path).leftovers == []
+
+    assert crash_everywhere(base, work, check) >= 8
+
+
+def _prefixes(path: Path) -> list[list[str]]:
+    names = list_segments(path)
+    return [names[:count] for count in range(1, len(names) + 1)]
 
 
 def test_directory_appears_whole_or_not_at_all(quick_path: Path) -> None:
