@@ -1,8 +1,8 @@
 """Writing a segment: one process streams samples into a staging folder, one rename commits them.
 
 `features` is a flat shard (arrays.py) streamed row by row, so memory does not grow with the segment; the other arrays
-are streamed too, being one plain chunk each. Cost against raw writes with fsync: 0.82-1.16 of their speed for whole
-segments (store-format.md, 4.1). Segments of 2-4 GB keep a store of 30 TB at some 10,000 folders; a crash loses the open
+are streamed too, being one plain chunk each. Starting the disk on every 16 or 64 MiB while samples come in was tried: it
+made the commit no quicker and cost CPU time. Against raw writes with fsync: docs/performance.md. Segments of 2-4 GB keep a store of 30 TB at some 10,000 folders; a crash loses the open
 one at most.
 """
 
@@ -11,8 +11,9 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from dflash_train.store.checksums import (
     sum_contents,
 )
 from dflash_train.store.encoding import Encoding
-from dflash_train.store.files import Files, write_error
+from dflash_train.store.files import Files, WritableFile, write_error
 from dflash_train.store.manifest import FORMAT_VERSION
 
 STAGING = ".staging"
@@ -186,6 +187,7 @@ class SegmentWriter:
         """Write what was missing until the rows were known, and fsync everything below the staging folder."""
         files, staging, num_rows = self._files, self._staging, self._num_rows
         checksums: dict[str, Checksum] = {}
+        written: list[WritableFile] = []
         contents: dict[str, Any] = {"zarr.json": group_text(self._group_attributes())}
         for name, (columns, dtype) in row_arrays(self.encoding).items():
             sharded = name == "features"
@@ -193,8 +195,7 @@ class SegmentWriter:
                 if sharded:
                     rows.skip(-num_rows % INNER_ROWS)
                     rows.file.write(shard_index(num_rows, rows.row_bytes))
-                rows.file.fsync()
-                rows.file.close()
+                written.append(rows.file)
                 checksums[rows.file.path.relative_to(staging).as_posix()] = rows.file.checksum
             shape = (num_rows, columns) if columns else (num_rows,)
             dtype_view = self.encoding.dtype_view if sharded else None
@@ -206,11 +207,17 @@ class SegmentWriter:
             files.make_directory(staging / "samples" / "c" / "0")
         contents |= array_contents("samples", samples)
         checksums |= {name: sum_contents([data]) for name, data in contents.items()}
-        for name, data in contents.items():
-            files.write_file(staging / name, data)
-        files.write_file(staging / CHECKSUMS_NAME, format_checksums(checksums))
-        for folder in sorted({parent for name in checksums for parent in Path(name).parents}, reverse=True):
-            files.sync_directory(staging / folder)
+        contents[CHECKSUMS_NAME] = format_checksums(checksums)
+        folders = {staging / parent for name in checksums for parent in Path(name).parents}
+        with ExitStack() as opened:
+            for name, data in contents.items():
+                written.append(opened.enter_context(files.create(staging / name)))
+                written[-1].write(data)
+            files.together(
+                [file.fsync for file in written] + [partial(files.sync_directory, folder) for folder in sorted(folders)]
+            )
+        for rows in self._rows.values():
+            rows.file.close()
 
     def _group_attributes(self) -> dict[str, Any]:
         return {

@@ -5,7 +5,7 @@ it, and as a power cut might, where only fsynced contents and directory entries 
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,10 @@ class CrashingFiles(Files):
 
     def close(self, descriptor: int) -> None:
         super().close(descriptor)
+
+    def together(self, calls: Sequence[Callable[[], None]]) -> None:
+        for call in calls:  # any order may be the one in which they end
+            call()
 
     def make_directory(self, path: Path) -> None:
         def action() -> None:
