@@ -1,9 +1,9 @@
 """Writing a segment: one process streams samples into a staging folder, one rename commits them.
 
 `features` is a flat shard (arrays.py) streamed row by row, so memory does not grow with the segment; the other arrays
-are streamed too, being one plain chunk each. Starting the disk on every 16 or 64 MiB while samples come in was tried: it
-made the commit no quicker and cost CPU time. Against raw writes with fsync: docs/performance.md. Segments of 2-4 GB keep a store of 30 TB at some 10,000 folders; a crash loses the open
-one at most.
+are streamed too, being one plain chunk each. Speed against raw writes with fsync: docs/performance.md; starting the disk
+every 16 or 64 MiB while samples come in was tried and made the commit no quicker. Segments of 2-4 GB keep a store of
+30 TB at some 10,000 folders; a crash loses the open one at most.
 """
 
 from __future__ import annotations

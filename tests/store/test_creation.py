@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,19 @@ def test_lock_that_cannot_be_made_says_where(tmp_path: Path) -> None:
         store_lock(tmp_path / "file" / "s.zarr"),
     ):
         pass
+
+
+def test_calls_together_all_end_before_the_first_error_is_raised() -> None:
+    ended = []
+
+    def fail() -> None:
+        raise OSError("no room")
+
+    def wait() -> None:
+        time.sleep(0.05)
+        ended.append(1)
+
+    with pytest.raises(OSError, match="no room"):
+        Files().together([fail, wait, wait])
+    assert len(ended) == 2
+    Files().together([])
