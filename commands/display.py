@@ -12,8 +12,8 @@ from typing import Any
 from dflash_train.commands.drawing import Clock, Curve, Lines
 from dflash_train.commands.terminal import Line
 from dflash_train.speculate.events import Decoded
+from dflash_train.stage1_target.events import Answering, Note, Progress, Tokenising, WorkerProgress
 from dflash_train.stage1_target.events import Event as ExtractEvent
-from dflash_train.stage1_target.events import Progress, Tokenising, WorkerProgress
 from dflash_train.stage1_target.forecast import Forecast
 from dflash_train.stage2_drafter.events import StepDone
 from dflash_train.units import format_bytes, format_duration
@@ -108,6 +108,39 @@ def _draw_worker(lines: Lines, worker: WorkerProgress, fastest: float) -> None:
     speed = 0.0 if worker.state == "died" else worker.tokens_per_second
     value = f"{speed:,.0f} tokens/s" if speed else ""
     lines.bar(worker.label, speed, max(fastest, 1.0), value, worker.state, full_style="cyan")
+
+
+class RegenerateView(RunView):
+    """A bar of conversations, the speed, and how many are left out or failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._event: Answering | None = None
+        self._speed = Curve()
+
+    def take(self, event: Answering | Note) -> list[Line]:
+        """Take in an event."""
+        if isinstance(event, Note):
+            return [Line(event.text)]
+        self._clock.begin(event.num_done if self._event is None else 0)
+        self._event = event
+        self._speed.add(event.tokens_per_second)
+        seconds = None if event.num_rows is None else self._clock.left(event.num_done, event.num_rows)
+        values = {**asdict(event), "seconds_left": seconds}
+        return [Line(f"{event.line()}{_left(seconds)}", "answering", values, drawn=True, paced=True)]
+
+    def __rich__(self) -> Lines:
+        lines, event, left = Lines(), self._event, None
+        if event is not None:
+            rows = event.num_rows
+            left = None if rows is None else self._clock.left(event.num_done, rows)
+            rest = f"{event.num_left_out:,} left out, {event.num_failed:,} failed"
+            lines.bar("conversations", event.num_done, rows, _of(event.num_done, rows), rest)
+            lines.curve(
+                "speed", self._speed, f"{event.tokens_per_second:,.0f} tokens/s", f"{event.num_tokens:,} tokens"
+            )
+        lines.end(*self._times(left))
+        return lines
 
 
 class TrainView(RunView):

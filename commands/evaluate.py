@@ -58,6 +58,7 @@ def evaluate(
     from dflash_train.commands.display import EvaluateView
     from dflash_train.speculate.evaluate import EvaluateConfig, format_evaluation
     from dflash_train.speculate.evaluate import evaluate as run
+    from dflash_train.stage1_target.generation import generation_mismatches
     from dflash_train.stage1_target.target import TargetConfig
 
     config = EvaluateConfig(
@@ -70,6 +71,8 @@ def evaluate(
         **fields,
     )
     with Terminal(EvaluateView()) as terminal:
+        for warning in generation_mismatches(data, target, config.chat_template_arguments):
+            terminal.report(warning)
         terminal.report(f"loading {target}")
         result = run(config, terminal.report)
     show(result, format_evaluation(result), as_json, output)

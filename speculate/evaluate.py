@@ -35,6 +35,7 @@ from dflash_train.stage1_target.target import (
     load_model_config,
     load_target,
     load_tokenizer,
+    stop_token_ids,
     text_config,
 )
 from dflash_train.stage1_target.tokenization import ChatRenderer
@@ -234,20 +235,6 @@ def encode_prompts(
     if refusal is not None and not texts:
         raise InputError(f"No prompt can be put to the target: {refusal}. Give other prompts or template arguments.")
     return [list(map(int, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])) for text in texts]
-
-
-def stop_token_ids(target: Target) -> tuple[int, ...]:
-    """The ids that end an answer: those of the generation config, of the model config and the tokenizer's eos."""
-    sources = (
-        getattr(target.model, "generation_config", None),
-        text_config(target.model_config),
-        target.tokenizer,
-    )
-    found: set[int] = set()
-    for source in sources:
-        ids = getattr(source, "eos_token_id", None)
-        found.update(ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids])
-    return tuple(sorted(found))
 
 
 def format_evaluation(result: dict[str, Any]) -> Group:

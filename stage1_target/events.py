@@ -1,4 +1,4 @@
-"""What an extract tells its caller while it runs, for a terminal to draw."""
+"""What an extract or a regenerate tells its caller while it runs, for a terminal to draw."""
 
 from __future__ import annotations
 
@@ -63,6 +63,29 @@ class Progress:
             f"{self.num_samples:,} of {self.num_pending:,} samples run ({self.num_committed:,} committed), "
             f"{self.num_tokens:,} tokens, {self.tokens_per_second:,.0f} tokens/s on "
             f"{format_count(self.num_workers, 'worker')}{left}"
+        )
+
+
+@dataclass(frozen=True)
+class Answering:
+    """Event: how far a regenerate is."""
+
+    num_done: int
+    """Conversations answered or left out, those of earlier runs included."""
+    num_rows: int | None
+    """Rows of the data, where that is cheap to know."""
+    num_left_out: int
+    num_failed: int
+    num_tokens: int
+    """New tokens of this run."""
+    tokens_per_second: float
+
+    def line(self) -> str:
+        """The progress as text."""
+        rows = "" if self.num_rows is None else f" of {self.num_rows:,}"
+        return (
+            f"{self.num_done:,}{rows} conversations done ({self.num_left_out:,} left out, {self.num_failed:,} failed), "
+            f"{self.num_tokens:,} tokens, {self.tokens_per_second:,.0f} tokens/s"
         )
 
 

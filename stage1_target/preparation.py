@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from dflash_train.stage1_target.calibration import calibration_of
 from dflash_train.stage1_target.events import Note, Report, Tokenising
 from dflash_train.stage1_target.extract_config import ExtractConfig
 from dflash_train.stage1_target.forecast import Forecast, make_forecast
+from dflash_train.stage1_target.generation import generation_mismatches, settings_of
 from dflash_train.stage1_target.identity import known_without_weights, refuse_differences
 from dflash_train.stage1_target.samples import SampleTable, prepare_samples
 from dflash_train.stage1_target.schedule import Batch, padding_share, plan_batches
@@ -67,6 +68,8 @@ def prepare(config: ExtractConfig, report: Report) -> Prepared:
         )
         data = replace(data, max_tokens=int(num_positions))
     config = replace(config, data=data, target_layer_ids=layer_ids)
+    for warning in generation_mismatches(data.source, config.target.name, data.chat_template_arguments):
+        report(Note(warning))
     tokenizer = load_tokenizer(config.target)
     reader, other = open_if_there(config.store), config.calibration_from
     manifests = [None if reader is None else reader.manifest, None if other is None else open_manifest(other)]
@@ -143,6 +146,7 @@ def segment_attributes(prepared: Prepared) -> dict[str, Any]:
             "seed": config.seed,
             "chat_template_arguments": config.data.chat_template_arguments,
         },
+        "generation": [asdict(settings) for settings in settings_of(config.data.source).values()],
         "packages": {name: _version(name) for name in PACKAGES},
     }
 

@@ -21,6 +21,7 @@ JSON_SUFFIXES = (".json", ".jsonl")
 TABLE_SUFFIXES = (".parquet", ".arrow")
 ACCEPTED = "a .json, .jsonl, .parquet or .arrow file, a folder of them, a save_to_disk folder, or a hub name"
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+SETTINGS_SUFFIX = ".generation.json"  # beside a file of regenerated answers: how they were made
 # The words by which `datasets` finds splits in file names.
 SPLIT_WORDS = {
     "train": ("train", "training"),
@@ -90,7 +91,7 @@ def _folder_files(folder: Path, split: str) -> list[Path]:
     splits: dict[str, list[Path]] = {}
     for file in sorted(folder.rglob("*")):
         relative = file.relative_to(folder)
-        hidden = any(part.startswith((".", "__")) for part in relative.parts)
+        hidden = any(part.startswith((".", "__")) for part in relative.parts) or file.name.endswith(SETTINGS_SUFFIX)
         if file.is_file() and not hidden and file.suffix in JSON_SUFFIXES + TABLE_SUFFIXES:
             splits.setdefault(_split_of(relative.with_suffix("")), []).append(file)
     if not splits:

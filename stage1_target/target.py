@@ -356,6 +356,20 @@ def make_target(config: TargetConfig, model: Any, tokenizer: Any, target_layer_i
     )
 
 
+def stop_token_ids(target: Target) -> tuple[int, ...]:
+    """The ids that end an answer: those of the generation config, of the model config and the tokenizer's eos."""
+    sources = (
+        getattr(target.model, "generation_config", None),
+        text_config(target.model_config),
+        target.tokenizer,
+    )
+    found: set[int] = set()
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        found.update(ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids])
+    return tuple(sorted(found))
+
+
 def _warn_of_slow_layers(model_config: Any, device: torch.device) -> None:
     """Say so where a hybrid target will crawl because the kernels of its linear-attention layers are missing."""
     layer_types = getattr(text_config(model_config), "layer_types", None) or []

@@ -26,6 +26,7 @@ ROWS = [
 
 
 REQUIRED = {
+    "regenerate": ["--target", "t", "--data", "d", "--output", "o"],
     "extract": ["--target", "t", "--data", "d", "--store", "s"],
     "train-drafter": ["--store", "s", "--run", "r"],
     "evaluate": ["--target", "t", "--drafter", "d", "--data", "p"],
@@ -46,16 +47,18 @@ def defaults_of(*classes: Any) -> dict[str, Any]:
     return values
 
 
-@pytest.mark.parametrize("command", ["extract", "train-drafter", "evaluate", "check"])
+@pytest.mark.parametrize("command", ["regenerate", "extract", "train-drafter", "evaluate", "check"])
 def test_option_defaults_are_those_of_the_config(command: str) -> None:
     from dflash_train.speculate.check import CheckConfig
     from dflash_train.speculate.evaluate import EvaluateConfig
     from dflash_train.stage1_target.extract import ExtractConfig
+    from dflash_train.stage1_target.regenerate import RegenerateConfig
     from dflash_train.stage1_target.samples import DataConfig
     from dflash_train.stage1_target.target import TargetConfig
     from dflash_train.stage2_drafter.config import TrainConfig
 
     classes = {
+        "regenerate": (RegenerateConfig, TargetConfig),
         "extract": (ExtractConfig, DataConfig, TargetConfig),
         "train-drafter": (TrainConfig,),
         "evaluate": (EvaluateConfig, TargetConfig),

@@ -29,6 +29,7 @@ OF_Z_LAB = ("generate", "benchmark")  # the commands of PyPI's dflash
 
 # What the test adds to a command of the quick start: sizes for a tiny target on a CPU.
 SMALL = {
+    "regenerate": "--gpus cpu --max-new-tokens 4 --keep-unfinished",
     "extract": "--gpus cpu --sample-cache cache",
     "train-drafter": "--gpus cpu --num-layers 1 --row-tokens 128 --anchors 16 --rows-per-step 1 --steps 1 --holdout 0.2",
     "evaluate": "--gpus cpu --max-prompts 1 --max-new-tokens 6",
@@ -172,7 +173,7 @@ def test_the_quick_start_runs(
         result = CliRunner().invoke(main, words)
         assert result.exit_code == 0, f"{command}: {result.output}"
         ran.append(command.words[0])
-    assert set(ran) >= {"extract", "inspect-store", "train-drafter", "evaluate"}
+    assert set(ran) >= {"regenerate", "extract", "inspect-store", "train-drafter", "evaluate"}
     assert (tmp_path / "runs" / "first" / "evaluation.json").is_file()
 
 

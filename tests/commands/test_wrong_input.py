@@ -38,6 +38,8 @@ ROWS = [
 ]
 CHECKPOINT = Path("run", "checkpoints", "step-00000001")
 
+REGENERATE = "regenerate --target target --data rows.jsonl --output answers.jsonl --gpus cpu"
+SERVER = "regenerate --target target --data rows.jsonl --output answers.jsonl --server"
 EXTRACT = "extract --target target --data rows.jsonl --store new.zarr --gpus cpu --num-taps 2"
 AGAIN = "extract --target target --data rows.jsonl --store store.zarr --gpus cpu --num-taps 2"
 TRAIN = (
@@ -297,6 +299,88 @@ CASES: dict[str, list[Case]] = {
             2,
             "Invalid value for '--encoding': 'fp4' is not one of 'bf16', 'int8', 'projected-int8', 'projected-int4'.",
             write("r.toml", "[extract]\nencoding = 'fp4'\n"),
+        ),
+    ],
+    "regenerate": [
+        Case(
+            "a temperature below 0",
+            f"{REGENERATE} --temperature -1",
+            1,
+            "--temperature is -1.0, but must be 0 or more.",
+        ),
+        Case(
+            "a temperature of NaN", f"{REGENERATE} --temperature nan", 1, "--temperature is nan, but must be 0 or more."
+        ),
+        Case("top-p above 1", f"{REGENERATE} --top-p 2", 1, "--top-p is 2.0, but must be more than 0 and at most 1."),
+        Case(
+            "answers of no tokens",
+            f"{REGENERATE} --max-new-tokens 0",
+            1,
+            "--max-new-tokens is 0, but must be more than 0.",
+        ),
+        Case(
+            "an output that is no jsonl",
+            REGENERATE.replace("answers.jsonl", "answers.parquet"),
+            1,
+            "--output is answers.parquet, but must end in .jsonl, the form that it has.",
+        ),
+        Case(
+            "the data as output",
+            REGENERATE.replace("answers.jsonl", "rows.jsonl"),
+            1,
+            "--output is rows.jsonl, the data itself; name another file.",
+        ),
+        Case(
+            "an output that regenerate did not write",
+            REGENERATE,
+            1,
+            "answers.jsonl is there, but no answers.jsonl.generation.json that says how it was made; name another --output.",
+            write("answers.jsonl", "{}\n"),
+        ),
+        Case(
+            "a damaged record of the settings",
+            REGENERATE,
+            1,
+            "answers.jsonl.generation.json cannot be read (…); it says how the answers beside it were made. Restore it, or "
+            "remove it.",
+            write("answers.jsonl.generation.json", "{"),
+        ),
+        Case(
+            "data without questions",
+            REGENERATE.replace("rows.jsonl", "text.jsonl"),
+            1,
+            "The columns of text.jsonl are text; questions need turns: …. Give a data set that has one of them.",
+            write_rows("text.jsonl", {"text": "a"}),
+        ),
+        Case(
+            "a model name without a server",
+            f"{REGENERATE} --server-model m",
+            1,
+            "--server-model needs --server; give both or neither.",
+        ),
+        Case(
+            "a server and devices",
+            f"{REGENERATE} --server localhost:9",
+            1,
+            "--gpus says where the target runs in process, but --server is given; leave one out.",
+        ),
+        Case(
+            "a server that is no address",
+            f"{SERVER} ftp://x",
+            1,
+            "--server is 'ftp://x'; write an address such as http://localhost:8000/v1.",
+        ),
+        Case(
+            "a server that does not answer",
+            f"{SERVER} http://127.0.0.1:9",
+            1,
+            "The server http://127.0.0.1:9 does not answer: …. Start it, or give its address as --server.",
+        ),
+        Case(
+            "a key file that is not there",
+            f"{SERVER} http://127.0.0.1:9 --api-key-file no.txt",
+            1,
+            "--api-key-file no.txt cannot be read: …. Name a text file.",
         ),
     ],
     "extract: options": [

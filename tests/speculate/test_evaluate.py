@@ -14,10 +14,10 @@ from rich.console import Console
 from dflash_train.errors import InputError
 from dflash_train.speculate import evaluate as evaluation
 from dflash_train.speculate.decode import plain_decode, speculative_decode
-from dflash_train.speculate.evaluate import EvaluateConfig, evaluate, format_evaluation, stop_token_ids
+from dflash_train.speculate.evaluate import EvaluateConfig, evaluate, format_evaluation
 from dflash_train.speculate.events import Decoded
 from dflash_train.speculate.loading import load_drafter
-from dflash_train.stage1_target.target import TargetConfig, load_target
+from dflash_train.stage1_target.target import TargetConfig, load_target, stop_token_ids
 from dflash_train.stage2_drafter.drafter import Drafter, DrafterConfig
 
 

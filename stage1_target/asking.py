@@ -1,0 +1,142 @@
+"""Answers by a server: a bounded number of conversations in flight, each turn by turn in a thread of its own.
+
+The main thread reads questions and writes answers, as many at a time as have come in. A stop waits for the answers under
+way. Where every conversation fails, one after another, the run ends early instead of asking a dead server all questions.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+
+from dflash_train.errors import InputError
+from dflash_train.stage1_target.answering import Run
+from dflash_train.stage1_target.chat_server import ChatServer, Refused
+from dflash_train.stage1_target.conversations import Message
+from dflash_train.stage1_target.dialogue import Dialogue, Exchange, Outcome
+from dflash_train.stage1_target.events import Note
+from dflash_train.stage1_target.regenerate_config import RegenerateConfig
+
+FAILURES_IN_A_ROW = 16
+"""At least this many conversations, and as many as are in flight, before a server counts as dead."""
+
+
+def ask_server(
+    run: Run,
+    server: ChatServer,
+    model: str,
+    pending: Iterator[Dialogue],
+    signalled: threading.Event,
+    stop: threading.Event,
+) -> None:
+    """Answer all pending dialogues; sets `stop` where the rest is not wanted any more. Raises InputError."""
+    asked: queue.SimpleQueue[Dialogue | None] = queue.SimpleQueue()
+    answered: queue.SimpleQueue[Outcome | InputError | None] = queue.SimpleQueue()
+
+    def work() -> None:
+        while (dialogue := asked.get()) is not None:
+            try:
+                answered.put(_converse(dialogue, run.config, server, model, stop))
+            except InputError as error:
+                answered.put(error)
+            except Exception as error:  # noqa: BLE001 - a thread that ends without a word would be waited for
+                reason = f"{type(error).__name__}: {error}"
+                answered.put(Outcome(dialogue.key, [], reason=reason, failed=True))
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(run.config.requests)]
+    for thread in threads:
+        thread.start()
+    run.report(Note(f"asking {server.url} for answers of {model}, {run.config.requests:,} requests at a time"))
+    in_flight = in_a_row = 0
+    fatal: InputError | None = None
+    try:
+        while True:
+            if signalled.is_set() and not stop.is_set():
+                run.report(Note("stopping: answers under way are waited for; Ctrl-C once more to drop them"))
+                stop.set()
+            while in_flight < run.config.requests and not stop.is_set():
+                dialogue = next(pending, None)
+                if dialogue is None:
+                    break
+                asked.put(dialogue)
+                in_flight += 1
+            if not in_flight or fatal is not None:
+                break
+            outcomes: list[Outcome] = []
+            for result in _received(answered):
+                in_flight -= 1
+                if isinstance(result, InputError):
+                    fatal = fatal or result
+                elif result is not None:
+                    outcomes.append(result)
+                    in_a_row = in_a_row + 1 if result.failed else 0
+            if outcomes:
+                run.add(outcomes)
+            if in_a_row >= max(FAILURES_IN_A_ROW, run.config.requests) and not stop.is_set():
+                run.failures.append(f"given up: {in_a_row:,} conversations failed one after another")
+                stop.set()
+    finally:
+        stop.set()
+        for _ in threads:
+            asked.put(None)
+    if fatal is not None:
+        raise fatal
+
+
+def _received(answered: queue.SimpleQueue[Outcome | InputError | None]) -> list[Outcome | InputError | None]:
+    """Everything that has come in, after a short wait for the first."""
+    received = []
+    try:
+        received.append(answered.get(timeout=0.2))
+        while True:
+            received.append(answered.get_nowait())
+    except queue.Empty:
+        return received
+
+
+def _converse(
+    dialogue: Dialogue, config: RegenerateConfig, server: ChatServer, model: str, stop: threading.Event
+) -> Outcome | None:
+    """All turns of one dialogue; None where a stop came between them."""
+    exchange = Exchange(dialogue, config.keep_unfinished)
+    while not exchange.done:
+        if stop.is_set():
+            return None
+        request = {
+            "model": model,
+            "messages": exchange.asked,
+            "max_tokens": config.max_new_tokens,
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "top_k": config.top_k or -1,
+            "seed": dialogue.seed(config.seed, exchange.num_answers) & 0x7FFFFFFF,
+            # silent, servers take what the target's generation_config.json says
+            "repetition_penalty": 1.0,
+            "min_p": 0.0,
+        }
+        if dialogue.tools:
+            request["tools"] = dialogue.tools
+        if config.chat_template_arguments:
+            request["chat_template_kwargs"] = config.chat_template_arguments
+        try:
+            choice = server.complete(request)
+        except Refused as error:
+            if stop.is_set():
+                return None
+            exchange.end(str(error), failed=True)
+            break
+        finished = choice["finish_reason"] != "length"
+        exchange.answer(_message(choice["message"]), int(choice["usage"].get("completion_tokens") or 0), finished)
+    return exchange.outcome()
+
+
+def _message(message: Message) -> Message:
+    """What of a server's message a chat template reads."""
+    kept: Message = {"role": "assistant", "content": message.get("content") or ""}
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if reasoning:
+        kept["reasoning_content"] = reasoning
+    if message.get("tool_calls"):
+        kept["tool_calls"] = message["tool_calls"]
+    return kept

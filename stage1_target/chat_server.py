@@ -1,0 +1,149 @@
+"""A client for chat completions of any OpenAI-compatible server (vLLM, SGLang, llama.cpp), on http.client alone.
+
+What passes is waited for: dropped connections, time-outs, answers that are no JSON, and the statuses of RETRIED are tried
+again, with waits that double from FIRST_WAIT to LONGEST_WAIT seconds, or as long as the server asks (Retry-After). What
+does not pass raises: InputError where no request can succeed (wrong address, key or model), Refused where this one cannot.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import threading
+from typing import Any
+from urllib.parse import urlsplit
+
+from dflash_train.errors import InputError
+
+RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
+FATAL = (401, 403, 404, 405)
+ABORTED = (None, "abort", "error", "cancelled")
+FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
+
+
+class Refused(Exception):
+    """The server does not answer this request; the text says why."""
+
+
+class _Passing(Exception):
+    """Something that may be otherwise at the next try."""
+
+    def __init__(self, reason: str, wait: float | None = None) -> None:
+        super().__init__(reason)
+        self.wait = wait
+
+
+class ChatServer:
+    """One server; safe to call from many threads, with one connection a request."""
+
+    def __init__(
+        self, url: str, api_key: str | None, timeout: float, retries: int, stop: threading.Event | None = None
+    ) -> None:
+        """Raises InputError for a URL that is none. `stop` ends waits for another try."""
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+            raise InputError(f"--server is {url!r}; write an address such as http://localhost:8000/v1.")
+        self.url = url
+        self.num_retries = 0
+        """Tries that were repeated, for the user to know."""
+        self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, port
+        self._base = parts.path.rstrip("/") or "/v1"
+        self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._timeout, self._retries, self._stop = timeout, retries, stop or threading.Event()
+        self._counting = threading.Lock()
+
+    def models(self) -> list[str]:
+        """Names of the models that it serves. Raises InputError if it cannot be reached."""
+        try:
+            found = self._once("GET", "/models", None)
+            return [str(model["id"]) for model in found["data"]]
+        except _Passing as error:
+            raise InputError(
+                f"The server {self.url} does not answer: {error}. Start it, or give its address as --server."
+            ) from error
+        except (Refused, LookupError, TypeError) as error:
+            raise InputError(
+                f"The server {self.url} does not list its models ({type(error).__name__}: {error}); name the model with "
+                f"--server-model."
+            ) from error
+
+    def complete(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The first choice of a chat completion, with `usage` of the response in it."""
+        for count in range(self._retries + 1):
+            try:
+                return _choice(self._once("POST", "/chat/completions", request))
+            except _Passing as error:
+                if count == self._retries or self._stop.is_set():
+                    raise Refused(f"the server failed {count + 1} times, at last: {error}") from error
+                wait = error.wait
+                if wait is None:
+                    wait = min(FIRST_WAIT * 2**count, LONGEST_WAIT) * random.uniform(0.5, 1.0)
+            with self._counting:
+                self.num_retries += 1
+            self._stop.wait(wait)
+        raise AssertionError("the last try returns or raises")
+
+    def _once(self, method: str, path: str, request: dict[str, Any] | None) -> Any:
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=self._timeout)
+        try:
+            body = None if request is None else json.dumps(request).encode()
+            connection.request(method, self._base + path, body, self._headers)
+            response = connection.getresponse()
+            data = response.read()
+        except TimeoutError as error:
+            raise _Passing(f"no answer within {self._timeout:g} s") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise _Passing(f"{type(error).__name__}: {str(error) or 'no reason given'}") from error
+        finally:
+            connection.close()
+        if response.status == 200:
+            try:
+                return json.loads(data)
+            except ValueError as error:
+                raise _Passing("its answer is no JSON") from error
+        reason = f"HTTP {response.status}{_words(data)}"
+        if response.status in RETRIED:
+            raise _Passing(reason, _retry_after(response.headers.get("Retry-After")))
+        if response.status in FATAL:
+            raise InputError(
+                f"The server {self.url} refuses {method} {self._base + path}: {reason.rstrip('.')}. Check --server, "
+                f"--server-model and --api-key-file."
+            )
+        raise Refused(f"the server refuses the request: {reason}")
+
+
+def _choice(response: Any) -> dict[str, Any]:
+    try:
+        choice = response["choices"][0]
+        if not isinstance(choice["message"], dict):
+            raise TypeError("message is no object")
+        if choice.get("finish_reason") in ABORTED:
+            raise _Passing(f"it gave up the answer (finish_reason {choice.get('finish_reason')})")
+    except (LookupError, TypeError) as error:
+        raise _Passing(f"its answer holds no choice ({type(error).__name__}: {error})") from error
+    return {**choice, "usage": response.get("usage") or {}}
+
+
+def _retry_after(value: str | None) -> float | None:
+    return min(float(value), 2 * LONGEST_WAIT) if value and value.strip().isdigit() else None
+
+
+def _words(data: bytes) -> str:
+    """What the body of an error says, shortened."""
+    text = data.decode(errors="replace")
+    try:
+        found = json.loads(text)
+        found = found.get("error", found)
+        text = found.get("message", text) if isinstance(found, dict) else str(found)
+    except (ValueError, AttributeError, RecursionError):
+        pass
+    text = " ".join(str(text).split())
+    return f" ({text[:200]})" if text else ""

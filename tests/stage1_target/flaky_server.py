@@ -1,0 +1,103 @@
+"""A chat-completions server that misbehaves, for test_regenerate.py: a process of its own on a free port of loopback.
+
+    python flaky_server.py FOLDER SECONDS
+
+Writes its port to FOLDER/port, every request to FOLDER/requests.jsonl and the most requests in flight to
+FOLDER/most_in_flight. Of conversations asked for the first time, some meet an error, a dropped or half-sent answer, no
+JSON, or nothing within the client's patience. SECONDS is how long an answer takes.
+"""
+
+import hashlib
+import json
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+FOLDER, SECONDS = Path(sys.argv[1]), float(sys.argv[2])
+LOCK = threading.Lock()
+SEEN: set[str] = set()
+IN_FLIGHT = MOST = 0
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+    def reply(self, status: int, body: bytes, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        self.reply(200, json.dumps({"data": [{"id": "the-model"}]}).encode())
+
+    def do_POST(self) -> None:
+        global IN_FLIGHT, MOST
+        text = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        with LOCK:
+            IN_FLIGHT += 1
+            MOST = max(MOST, IN_FLIGHT)
+            (FOLDER / "most_in_flight").write_text(str(MOST))
+            first = text not in SEEN
+            SEEN.add(text)
+            with (FOLDER / "requests.jsonl").open("a") as file:
+                file.write(text + "\n")
+        try:
+            self.answer(json.loads(text), hashlib.sha256(text.encode()).digest()[0] % 12 if first else 12)
+        finally:
+            with LOCK:
+                IN_FLIGHT -= 1
+
+    def answer(self, request: dict[str, Any], mood: int) -> None:
+        question = request["messages"][-1]["content"]
+        if "refuse" in question:
+            self.reply(400, b'{"error": {"message": "I will not"}}')
+        elif "always broken" in question or mood == 0:
+            self.reply(500, b"out of order")
+        elif mood == 1:
+            self.reply(429, b'{"message": "too many"}', Retry_After="0")
+        elif mood == 2:
+            self.connection.close()
+        elif mood == 3:
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b'{"choices"')
+        elif mood == 4:
+            self.reply(200, b"<html>")
+        elif mood == 5:
+            self.reply(200, b'{"choices": []}')
+        elif mood == 7:
+            body: dict[str, Any] = {"choices": [{"message": {"content": "half of it"}, "finish_reason": "abort"}]}
+            self.reply(200, json.dumps(body).encode())
+        elif mood == 6:
+            time.sleep(2.0)
+        else:
+            time.sleep(SECONDS)
+            message = {"role": "assistant", "content": f"answer to {question}", "reasoning_content": None}
+            if "think" in question:
+                message["reasoning_content"] = "hm"
+            reason = "length" if "endless" in question else "stop"
+            usage = {"completion_tokens": 7}
+            body = {"choices": [{"message": message, "finish_reason": reason}], "usage": usage}
+            self.reply(200, json.dumps(body).encode())
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # the client went away
+
+
+if __name__ == "__main__":
+    server = Server(("127.0.0.1", 0), Handler)
+    (FOLDER / "port.new").write_text(str(server.server_port))
+    (FOLDER / "port.new").rename(FOLDER / "port")
+    server.serve_forever()

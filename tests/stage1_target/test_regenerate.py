@@ -1,0 +1,480 @@
+"""Answers of the target itself: in process with a tiny target, and by a real server process that misbehaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_train.errors import InputError
+from dflash_train.stage1_target import asking, chat_server, preparation
+from dflash_train.stage1_target.answer_file import AnswerFile
+from dflash_train.stage1_target.conversations import RowError
+from dflash_train.stage1_target.dialogue import DialogueReader, Exchange, make_dialogue
+from dflash_train.stage1_target.events import Note
+from dflash_train.stage1_target.extract_config import ExtractConfig
+from dflash_train.stage1_target.generation import settings_path
+from dflash_train.stage1_target.generator import Generator, SeededChoice, as_message
+from dflash_train.stage1_target.regenerate import RegenerateConfig, make_settings, regenerate
+from dflash_train.stage1_target.samples import DataConfig, prepare_samples
+from dflash_train.stage1_target.sources import open_source
+from dflash_train.stage1_target.target import TargetConfig, load_target
+from dflash_train.stage1_target.tokenization import ChatRenderer
+
+torch.set_num_threads(1)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target with many tokens that end an answer, so that some answers end."""
+    folder = tmp_path_factory.mktemp("target") / "target"
+    shutil.copytree(tiny_target("qwen3"), folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, *range(350, 400)]}))
+    return folder
+
+
+@pytest.fixture
+def config(target: Path, tmp_path: Path) -> RegenerateConfig:
+    rows = [{"messages": [user(f"question {n} " + "one two " * (n % 7)), assistant("other")]} for n in range(14)]
+    rows += [
+        {"messages": [{"role": "system", "content": "Be short."}, user(f"a {n}"), assistant("b"), user("c")]}
+        for n in range(6)
+    ]
+    rows += [rows[3], {"messages": [assistant("nobody asks")]}]
+    return RegenerateConfig(
+        target=TargetConfig(name=str(target)),
+        source=str(write_rows(tmp_path / "questions.jsonl", rows)),
+        output=tmp_path / "answers.jsonl",
+        devices="cpu",
+        temperature=1.0,
+        max_new_tokens=12,
+        batch_size=4,
+    )
+
+
+# Dialogues
+
+
+def test_where_the_data_answers_the_target_answers() -> None:
+    system = {"role": "system", "content": "Be short."}
+    messages = [system, user("a"), assistant("A"), user("b"), assistant("B"), assistant("B2"), user("c")]
+    dialogue = make_dialogue("messages", {"messages": messages})
+    assert dialogue.turns == [[system, user("a")], [user("b")], [user("c")]]
+    other = make_dialogue("messages", {"messages": [*messages[:2], assistant("Z"), *messages[3:5], messages[6]]})
+    assert other.key == dialogue.key, "the key is of what is asked, not of what was answered"
+    assert make_dialogue("turns", {"turns": ["x", "y"]}).turns == [[user("x")], [user("y")]]
+    assert make_dialogue("prompt+response", {"prompt": "x", "response": "r"}).turns == [[user("x")]]
+    assert make_dialogue("messages", {"messages": [assistant("hello"), user("x")]}).turns == [[user("x")]]
+
+
+@pytest.mark.parametrize(
+    ("messages", "match"),
+    [
+        ([assistant("hello")], "no user turn"),
+        ([user("a"), {"role": "tool", "content": "4"}, assistant("b")], "tools were called"),
+        ([user("half \ud800")], "half a surrogate pair"),
+    ],
+)
+def test_rows_that_ask_nothing_answerable_are_named(messages: Any, match: str) -> None:
+    with pytest.raises(RowError, match=match):
+        make_dialogue("messages", {"messages": messages})
+
+
+def test_an_unfinished_or_empty_answer_or_a_tool_call_ends_a_conversation() -> None:
+    dialogue = make_dialogue("turns", {"turns": ["x", "y", "z"]})
+
+    def after(*answers: tuple[dict[str, Any], bool], keep: bool = False) -> tuple[int, str]:
+        exchange = Exchange(dialogue, keep)
+        for message, finished in answers:
+            assert not exchange.done
+            exchange.answer(message, 5, finished)
+        assert exchange.done and exchange.outcome().num_tokens == 5 * len(answers)
+        return len(exchange.outcome().messages), str(exchange.outcome().reason)
+
+    good = (assistant("A"), True)
+    assert after(good, good, good) == (6, "None")
+    assert after(good, (assistant("B"), False)) == (2, "an answer had not ended at the limit of new tokens")
+    assert after(good, (assistant("B"), False), keep=True)[0] == 4
+    assert after((assistant(""), True)) == (0, "an answer is empty")
+    call = {**assistant(""), "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    assert after((call, True)) == (2, "the target called a tool, whose result is not known")
+
+
+# In process
+
+
+def test_answers_are_those_of_plain_greedy_decoding(config: RegenerateConfig) -> None:
+    target = load_target(config.target, (0,), "cpu")
+    generator = Generator(target, replace(config, temperature=0.0, keep_unfinished=True))
+    dialogues = [make_dialogue("prompt", {"prompt": "one two " * n + "three"}) for n in (1, 9, 4)]
+    for dialogue, outcome in zip(dialogues, generator.run(dialogues), strict=True):
+        ids = target.tokenizer.apply_chat_template(dialogue.turns[0], add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
+        new: list[int] = []
+        while len(new) < 12 and not (new and new[-1] in generator._stop_ids):
+            new.append(int(target.model(torch.tensor([[*ids, *new]])).logits[0, -1].argmax()))
+        finished = new[-1] in generator._stop_ids
+        assert outcome.messages[-1]["content"] == target.tokenizer.decode(new[: len(new) - finished])
+        assert outcome.num_tokens == len(new) and outcome.num_changed == 0
+
+
+def test_draws_follow_the_distribution_and_only_their_own_seed(config: RegenerateConfig) -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(1, 8)
+    config = replace(config, temperature=0.8, top_k=5, top_p=0.9)
+    rows = scores.expand(4000, 8).clone()
+    drawn = SeededChoice(config, range(4000), 1)(torch.zeros(4000, 1), rows).argmax(-1)
+    probabilities = (scores[0] / 0.8).softmax(0)
+    best = probabilities.argsort(descending=True)[:5]
+    kept = probabilities[best] / probabilities[best].sum()
+    kept = kept * ((kept.cumsum(0) - kept) < 0.9)
+    kept = kept / kept.sum()
+    counts = torch.bincount(drawn, minlength=8) / 4000
+    assert set(drawn.tolist()) == set(best[kept > 0].tolist())
+    torch.testing.assert_close(counts[best], kept, atol=0.03, rtol=0)  # four standard deviations
+    alone = SeededChoice(config, [77], 1)(torch.zeros(1, 1), scores).argmax(-1)
+    assert int(alone) == int(drawn[77])
+
+
+def answer_here(config: RegenerateConfig, limit: int | None = None, batch_size: int = 100) -> list[dict[str, Any]]:
+    """Answer the data in this very process and write it as `regenerate` does; the rows."""
+    generator = Generator(load_target(config.target, (0,), "cpu"), config)
+    dialogues = list(DialogueReader(open_source(config.source), limit).read())
+    file = AnswerFile(config.output, make_settings(config, None))
+    for first in range(0, len(dialogues), batch_size):
+        file.add(generator.run(dialogues[first : first + batch_size]))
+    file.close()
+    return read_rows(config.output)
+
+
+def by_id(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    assert len({row["id"] for row in rows}) == len(rows)
+    return {row["id"]: row for row in rows}
+
+
+def test_batches_workers_resumption_and_a_killed_worker_change_nothing(
+    config: RegenerateConfig, tmp_path: Path
+) -> None:
+    wanted = by_id(answer_here(replace(config, output=tmp_path / "whole.jsonl")))
+    assert 5 < len(wanted) < 20, "the tiny target ends some answers and not others"
+    assert all(row["messages"][-1]["role"] == "assistant" for row in wanted.values())
+    answer_here(config, limit=5, batch_size=2)
+    killed: list[int] = []
+
+    def kill(event: Any) -> None:
+        if not killed and not isinstance(event, Note):
+            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            killed.append(
+                next(int(one) for one in children if b"run_process" in Path(f"/proc/{one}/cmdline").read_bytes())
+            )
+            os.kill(killed[0], signal.SIGKILL)
+
+    result = regenerate(replace(config, devices="cpu:2", batch_size=2), kill)
+    assert result.exit_status == 1 and "was killed by SIGKILL" in result.failures[0]
+    assert result.num_new == 15 and result.num_duplicates == 1, "the other worker did the rest"
+    assert result.left_out["no user turn in this row"] == 1
+    assert result.num_conversations + result.left_out.total() == 21
+    assert by_id(read_rows(config.output)) == wanted
+    again = regenerate(config)
+    assert (again.outcome, again.num_new, again.num_conversations) == ("finished", 0, len(wanted))
+    assert again.lines()[-1] == f"{config.output} holds {len(wanted)} conversations"
+
+
+def test_extract_takes_the_answers_and_warns_of_what_differs(
+    config: RegenerateConfig, tmp_path: Path, tiny_tokenizer: Any
+) -> None:
+    config = replace(config, chat_template_arguments={"enable_thinking": False})
+    rows = answer_here(config)
+    data = DataConfig(source=str(config.output), chat_template_arguments=config.chat_template_arguments)
+    table = prepare_samples(data, tiny_tokenizer, tmp_path / "cache")
+    assert len(table) == len(rows) and not table.quarantined
+
+    def warnings(**changes: Any) -> list[str]:
+        notes: list[Any] = []
+        values: dict[str, Any] = {"target": config.target, "data": data, "store": tmp_path / "s", "devices": "cpu"}
+        extract = ExtractConfig(**{**values, **changes}, num_taps=2, sample_cache=tmp_path / "cache", dry_run=True)
+        prepared = preparation.prepare(extract, notes.append)
+        [made] = preparation.segment_attributes(prepared)["generation"]
+        assert (made["temperature"], made["target"]) == (1.0, config.target.name)
+        return [note.text for note in notes if isinstance(note, Note) and "regenerated" in note.text]
+
+    assert warnings() == []
+    assert warnings(data=DataConfig(source=str(tmp_path), chat_template_arguments={"enable_thinking": False})) == []
+    [text] = warnings(data=replace(data, chat_template_arguments={}))
+    assert """with --chat-template-arguments '{"enable_thinking": false}', not '{}'""" in text
+    copy = tmp_path / "copy"
+    shutil.copytree(config.target.name, copy)
+    [text] = warnings(target=TargetConfig(name=str(copy)))
+    assert "were regenerated by the target" in text and str(copy) in text
+
+
+def test_prompts_without_room_for_all_new_tokens_have_a_limit_of_their_own(config: RegenerateConfig) -> None:
+    target = load_target(config.target, (0,), "cpu")  # 256 positions
+    generator = Generator(target, replace(config, keep_unfinished=True, max_new_tokens=200))
+    texts = ["short", "one two " * 30, "one two " * 400]
+    short, long, endless = generator.run([make_dialogue("prompt", {"prompt": text}) for text in texts])
+    assert len(long.messages) == len(short.messages) == 2
+    assert endless.messages == [] and endless.reason == "the conversation is longer than the target has positions"
+
+
+def test_out_of_memory_goes_on_in_halves(config: RegenerateConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = Generator(load_target(config.target, (0,), "cpu"), replace(config, keep_unfinished=True))
+    dialogues = [make_dialogue("prompt", {"prompt": f"question {n}"}) for n in range(5)]
+    wanted = generator.run(dialogues)
+    new_tokens, sizes, most = Generator._new_tokens, [], 2
+
+    def small(self: Generator, prompts: list[Any], limit: int) -> list[list[int]]:
+        sizes.append(len(prompts))
+        if len(prompts) > most:
+            raise torch.OutOfMemoryError
+        return new_tokens(self, prompts, limit)
+
+    monkeypatch.setattr(Generator, "_new_tokens", small)
+    assert generator.run(dialogues) == wanted
+    assert sizes == [5, 2, 3, 1, 2]
+    most = 0
+    outcomes = generator.run(dialogues)
+    assert {(outcome.failed, outcome.reason) for outcome in outcomes} == {
+        (True, "an answer does not fit into the memory of the device")
+    }
+
+
+@pytest.mark.parametrize(
+    ("opening", "text", "wanted"),
+    [
+        ("", "Hello.", {"content": "Hello."}),
+        ("<think>\n", "hm\n</think>\n\nHello.", {"content": "<think>\nhm\n</think>\n\nHello."}),
+    ],
+)
+def test_an_answer_becomes_the_message_that_renders_to_it(
+    opening: str, text: str, wanted: dict[str, str], tiny_tokenizer: Any
+) -> None:
+    renderer = ChatRenderer(tiny_tokenizer, {})
+    prompt = renderer.render([user("x")], add_generation_prompt=True) + opening
+    message, changed = as_message(renderer, [user("x")], None, prompt, text)
+    assert (message, changed) == ({"role": "assistant", **wanted}, False)
+    assert as_message(renderer, [user("x")], None, "another prompt", text)[1]
+
+
+# By a server
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    processes = []
+
+    def start(seconds: float = 0.0) -> str:
+        folder = tmp_path / "server"
+        folder.mkdir()
+        script = Path(__file__).with_name("flaky_server.py")
+        processes.append(subprocess.Popen([sys.executable, str(script), str(folder), str(seconds)]))
+        wait_for(lambda: (folder / "port").exists())
+        return f"http://127.0.0.1:{(folder / 'port').read_text()}"
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "waited for a minute"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def by_server(config: RegenerateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RegenerateConfig:
+    monkeypatch.setattr(chat_server, "FIRST_WAIT", 0.02)
+    rows = [{"prompt": f"question {n}"} for n in range(60)]
+    rows += [{"prompt": "endless"}, {"prompt": "please think"}]
+    return replace(
+        config,
+        source=str(write_rows(tmp_path / "prompts.jsonl", rows)),
+        target=TargetConfig(name="org/name"),
+        devices=None,
+        requests=6,
+        request_seconds=1.0,
+        top_k=20,
+        chat_template_arguments={"enable_thinking": False},
+    )
+
+
+def test_a_flaky_server_loses_no_answer(
+    by_server: RegenerateConfig, start_server: Callable[..., str], tmp_path: Path
+) -> None:
+    result = regenerate(replace(by_server, server=start_server(0.005)))
+    assert result.failures == [] and result.outcome == "finished"
+    assert result.num_retries > 10 and "requests were repeated" in "\n".join(result.lines())
+    rows = read_rows(by_server.output)
+    answers = {row["messages"][0]["content"]: row["messages"][1] for row in rows}
+    assert len(rows) == len(answers) == 61
+    assert all(answers[f"question {n}"] == assistant(f"answer to question {n}") for n in range(60))
+    assert answers["please think"]["reasoning_content"] == "hm"
+    assert result.left_out == {"an answer had not ended at the limit of new tokens": 1}
+    assert int((tmp_path / "server" / "most_in_flight").read_text()) <= 6 + 5  # abandoned tries may still sleep there
+    requests = read_rows(tmp_path / "server" / "requests.jsonl")
+    assert all(request["chat_template_kwargs"] == {"enable_thinking": False} for request in requests)
+    assert {request["model"] for request in requests} == {"the-model"}
+    assert len({request["seed"] for request in requests}) == 62, "a seed a conversation, the same when tried again"
+    made = json.loads(settings_path(by_server.output).read_text())
+    assert (made["target"], made["server_model"], made["top_k"]) == ("org/name", "the-model", 20)
+    with pytest.raises(InputError, match=r"other settings \(temperature: found 1.0, wanted 0.5\); give the same"):
+        regenerate(replace(by_server, server=result_server(tmp_path), temperature=0.5))
+
+
+def result_server(tmp_path: Path) -> str:
+    return f"127.0.0.1:{(tmp_path / 'server' / 'port').read_text()}/v1/"
+
+
+def test_turns_are_asked_one_after_another_with_the_targets_own_answers(
+    by_server: RegenerateConfig, start_server: Callable[..., str], tmp_path: Path
+) -> None:
+    rows = [{"messages": [user("a"), assistant("never seen"), user("b"), assistant("nor this")]}]
+    source = write_rows(tmp_path / "two.jsonl", rows)
+    regenerate(replace(by_server, source=str(source), server=start_server()))
+    wanted = [user("a"), assistant("answer to a"), user("b"), assistant("answer to b")]
+    assert [row["messages"] for row in read_rows(by_server.output)] == [wanted]
+    asked = [request["messages"] for request in read_rows(tmp_path / "server" / "requests.jsonl")]
+    assert asked[0] == wanted[:1] and asked[-1] == wanted[:3]
+
+
+def test_what_fails_is_named_and_asked_again_by_the_next_run(
+    by_server: RegenerateConfig, start_server: Callable[..., str], tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"{kind} {n}"} for n in range(4) for kind in ("fine", "refuse", "always broken")]
+    source = write_rows(tmp_path / "bad.jsonl", rows)
+    config = replace(by_server, source=str(source), server=start_server(), retries=2)
+    result = regenerate(config)
+    assert (result.outcome, result.exit_status, result.num_conversations) == ("failed", 1, 4)
+    assert sorted(result.failures) == [
+        "4 failed: the server failed 3 times, at last: HTTP 500 (out of order)",
+        "4 failed: the server refuses the request: HTTP 400 (I will not)",
+    ]
+    assert result.lines()[-1].endswith("holds 4 conversations; run again to go on")
+    before = len(read_rows(tmp_path / "server" / "requests.jsonl"))
+    assert regenerate(replace(config, retries=0)).num_new == 0
+    assert len(read_rows(tmp_path / "server" / "requests.jsonl")) == before + 8
+
+
+def test_a_server_that_dies_ends_the_run_early_and_the_next_goes_on(
+    by_server: RegenerateConfig, start_server: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "FAILURES_IN_A_ROW", 8)
+    config = replace(by_server, server="127.0.0.1:9", server_model="the-model", retries=1)
+    result = regenerate(config)
+    assert result.exit_status == 1 and result.num_conversations == 0 and not config.output.exists()
+    assert any("conversations failed one after another" in failure for failure in result.failures)
+    assert sum("failed: the server failed 2 times" in failure for failure in result.failures) == 1
+    with pytest.raises(InputError, match=r"The server 127.0.0.1:9 does not answer: ConnectionRefusedError"):
+        regenerate(replace(config, server_model=None))
+    again = replace(config, server=start_server(), retries=6)
+    assert regenerate(again).num_conversations == 61
+
+
+def test_a_stop_keeps_what_is_under_way_and_the_next_run_goes_on(
+    by_server: RegenerateConfig, start_server: Callable[..., str]
+) -> None:
+    config = replace(by_server, server=start_server(0.01))
+    stopped: list[int] = []
+
+    def stop(event: Any) -> None:
+        if not stopped and not isinstance(event, Note) and event.num_done >= 10:
+            stopped.append(event.num_done)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    result = regenerate(config, stop)
+    assert (result.outcome, result.exit_status) == ("stopped", 0)
+    assert stopped[0] <= result.num_conversations < 40
+    assert regenerate(config).num_conversations == 61 and len(by_id(read_rows(config.output))) == 61
+
+
+@pytest.mark.parametrize("way", ["server", "in process"])
+def test_kill_dash_nine_and_resume_lose_and_double_nothing(
+    way: str, by_server: RegenerateConfig, start_server: Callable[..., str], target: Path, tmp_path: Path
+) -> None:
+    words = ["--data", by_server.source, "--output", str(by_server.output), "--max-new-tokens", "12"]
+    if way == "server":
+        words += ["--server", start_server(0.03), "--target", "org/name", "--requests", "3"]
+    else:
+        words += ["--gpus", "cpu", "--target", str(target), "--batch-size", "1", "--keep-unfinished"]
+    command = [sys.executable, "-m", "dflash_train.cli", "regenerate", *words]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    output = by_server.output
+    wait_for(lambda: output.exists() and output.read_bytes().count(b"\n") >= 5)
+    process.kill()
+    process.wait()
+    whole = output.read_bytes()
+    kept = whole[: whole.rfind(b"\n") + 1]
+    assert 5 <= kept.count(b"\n") < 60
+    output.write_bytes(kept + b'{"id": "0123456789abcdef", "messages": [{"role": "us')  # a torn line
+    config = by_server
+    if way == "server":
+        config = replace(config, server=words[words.index("--server") + 1])
+    else:
+        config = replace(config, target=TargetConfig(name=str(target)), devices="cpu")
+    config = replace(
+        config, temperature=0.7, top_k=0, batch_size=8, chat_template_arguments={}, keep_unfinished=way != "server"
+    )
+    assert regenerate(config).failures == []
+    assert output.read_bytes().startswith(kept)
+    counts = Counter(row["messages"][0]["content"] for row in read_rows(output))
+    left_out = output.with_name(f"{output.name}.left-out")
+    num_left_out = len(read_rows(left_out)) if left_out.exists() else 0
+    assert set(counts.values()) == {1} and len(counts) + num_left_out == 62
+    if way == "server":
+        assert num_left_out == 1
+    else:
+        wanted = answer_here(replace(config, output=tmp_path / "whole.jsonl"))
+        assert by_id(read_rows(output)) == by_id(wanted)
+
+
+# The file
+
+
+def test_a_file_is_refused_where_it_is_not_ours_or_in_use(config: RegenerateConfig) -> None:
+    config.output.write_text('{"messages": []}\n')
+    with pytest.raises(InputError, match=r"but no answers.jsonl.generation.json that says how it was made"):
+        regenerate(config)
+    config.output.unlink()
+    answer_here(config, limit=4)
+    settings = make_settings(config, None)
+    lines = config.output.read_bytes()
+    held = AnswerFile(config.output, settings)
+    with pytest.raises(InputError, match="is being written by another process"):
+        AnswerFile(config.output, settings)
+    held.close()
+    config.output.write_bytes(b"what is this\n" + lines)
+    with pytest.raises(InputError, match="line 1, is not one that regenerate wrote"):
+        AnswerFile(config.output, settings)
