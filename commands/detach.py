@@ -17,7 +17,7 @@ from dflash_train.machine.launch import last_lines, torchrun_place
 from dflash_train.machine.runs import Recorder, RunState, await_first_progress, recording, start_detached
 
 _DETACH, _RECORDER = f"{__name__}.detach", f"{__name__}.recorder"
-_SAY_SECONDS = 30.0
+_SAY_SECONDS = 10.0
 
 Function = Callable[..., None]
 Places = Callable[[Mapping[str, Any]], tuple[Path, Path]]
@@ -141,6 +141,7 @@ def _detach(name: str, parameters: Mapping[str, Any], folder: Path, logs: Path) 
         raise click.UsageError("torchrun owns its processes: start torchrun itself with `setsid nohup`, not --detach.")
     log = logs / f"console-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     popen = start_detached([word for word in sys.argv[1:] if word != "--detach"], log)
+    say(f"starting, until the first batch or step is done; it logs to {log}")
     began, said = time.monotonic(), time.monotonic()
 
     def waiting() -> None:

@@ -264,6 +264,7 @@ def test_detached_runs_from_start_to_stop(tmp_path: Path, tiny_target: Callable[
     result = dflash_process(*extract, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "12 of 12 samples" in result.stdout and "dflash stop s.zarr" in result.stdout
+    assert "starting, until the first batch or step is done; it logs to s.zarr.logs" in result.stderr
     state = wait_for_end(tmp_path / "s.zarr")
     assert (state.outcome, state.message) == ("finished", "stored 12 of 12")
     assert dflash("status", tmp_path / "s.zarr").exit_code == 0
