@@ -51,6 +51,8 @@ class Forecast:
     """By encoding."""
     needed_bytes: int
     """What the pending samples will take, and embedding, head and calibration if the store is new."""
+    frozen_bytes: int
+    """What of it embedding, head and calibration will take; 0 if the store is there."""
     free_bytes: int
     store: Path
 
@@ -64,7 +66,8 @@ class Forecast:
             f"{self.num_duplicates:,} duplicates, {self.num_quarantined:,} quarantined, {self.num_truncated:,} cut"
         )
         encodings = ", ".join(f"{name} {size:,}" for name, size in self.bytes_per_token.items())
-        space = f"{format_bytes(self.needed_bytes)} of {format_bytes(self.free_bytes)} free"
+        frozen = f" ({format_bytes(self.frozen_bytes)} of it embedding and head)" if self.frozen_bytes else ""
+        space = f"{format_bytes(self.needed_bytes)}{frozen} of {format_bytes(self.free_bytes)} free"
         pending = f"to store: {self.num_pending:,} samples, {self.num_pending_tokens:,} tokens, {space}"
         lines = [
             f"{self.num_samples:,} samples of {self.num_rows:,} rows ({left_out})",
@@ -108,11 +111,11 @@ def make_forecast(
     hidden_size = int(text_config.hidden_size)
     num_pending_tokens = int(table.lengths[pending].sum())
     padding_rows = len(pending) * (encoding.align_tokens - 1) // 2
-    needed = (num_pending_tokens + padding_rows) * encoding.bytes_per_token
+    frozen = 0
     if not store.exists():
         tables = 1 if getattr(text_config, "tie_word_embeddings", False) else 2
-        needed += tables * int(text_config.vocab_size) * hidden_size * table_bytes
-        needed += 4 * sum(math.prod(shape) for shape in calibration_shapes(encoding).values())
+        frozen = tables * int(text_config.vocab_size) * hidden_size * table_bytes
+        frozen += 4 * sum(math.prod(shape) for shape in calibration_shapes(encoding).values())
     rank = encoding.rank or resolve_rank(AUTO_RANK, hidden_size)
     place = store.absolute()
     while not place.exists():
@@ -140,7 +143,8 @@ def make_forecast(
             ).bytes_per_token
             for name in ENCODINGS
         },
-        needed_bytes=needed,
+        needed_bytes=(num_pending_tokens + padding_rows) * encoding.bytes_per_token + frozen,
+        frozen_bytes=frozen,
         free_bytes=shutil.disk_usage(place).free,
         store=store,
     )

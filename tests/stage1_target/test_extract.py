@@ -171,12 +171,13 @@ def test_dry_run_forecasts_and_writes_nothing(config: ExtractConfig) -> None:
     assert forecast.num_pending_tokens == forecast.num_tokens > 5000
     projected = {"projected-int8": 32 + 4 + 5, "projected-int4": 16 + 4 + 5}  # auto: the hidden size
     assert forecast.bytes_per_token == {"bf16": 2 * 32 * 2 + 5, "int8": 2 * 32 + 2 * 4 + 5, **projected}
-    assert forecast.needed_bytes >= forecast.num_tokens * 133
+    assert forecast.needed_bytes - forecast.frozen_bytes >= forecast.num_tokens * 133 and forecast.frozen_bytes > 0
     text = "\n".join(forecast.lines())
     assert (
         "120 samples of 123 rows (1 duplicates, 2 quarantined, 0 cut)" in text
         and "bf16 133, int8 77, projected-int8 41, projected-int4 25 (projected: rank 32); this store: bf16" in text
     )
+    assert "of it embedding and head) of" in text
     assert "\nquarantined: " in text and sum(forecast.quarantine_reasons.values()) == 2
 
 
@@ -305,6 +306,21 @@ def test_a_killed_workers_samples_go_to_the_others(config: ExtractConfig, groups
     assert any("uncommitted samples go to the other workers" in note for note in notes)
     assert_whole(config.store)
     assert list((config.store / ".staging").iterdir()) == []
+
+
+def test_a_stop_before_any_sample_says_so(config: ExtractConfig) -> None:
+    notes: list[str] = []
+
+    def stop(event: Event) -> None:
+        if isinstance(event, Note):
+            notes.append(event.text)
+            if "measuring the channel scale on" in event.text:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    stopped = extract(config, stop)
+    assert (stopped.outcome, stopped.num_stored) == ("stopped", 0)
+    assert notes[-1] == "stopping: the store is created first, no sample has run; Ctrl-C once more to drop it"
+    assert extract(config).outcome == "finished"
 
 
 def test_a_stop_signal_commits_what_has_run(config: ExtractConfig) -> None:
