@@ -11,6 +11,7 @@ import numpy as np
 from dflash_train.errors import InputError
 from dflash_train.machine.launch import Process, ProcessGroup
 from dflash_train.stage1_target import messages
+from dflash_train.stage1_target.calibration import draw_samples
 from dflash_train.stage1_target.dealer import Dealer
 from dflash_train.stage1_target.events import Note, Progress, Report, WorkerProgress
 from dflash_train.stage1_target.preparation import Prepared, open_if_there, stored_indices
@@ -49,7 +50,7 @@ class Supervisor:
             self._send()
             self._handle(self._group.wait(0.2))
         if self._stop.is_set():
-            self._report(Note("stopping: what has run is committed first; Ctrl-C once more to drop it"))
+            self._report(Note(self._describe_stop()))
         for process in self._group.running:
             process.send(messages.Finish())
         while self._group.running:
@@ -63,6 +64,20 @@ class Supervisor:
         if self._fatal is not None:
             raise self._fatal
 
+    def _describe_stop(self) -> str:
+        if self._started is not None:
+            return "stopping: what has run is committed first; Ctrl-C once more to drop it"
+        if self._creator is not None and not self._store_exists:
+            return "stopping: the store is created first, no sample has run; Ctrl-C once more to drop it"
+        return "stopping once the target is loaded, no sample has run; Ctrl-C once more to stop at once"
+
+    def _describe_calibration(self) -> str:
+        config, table = self._prepared.config, self._prepared.table
+        if config.calibration_from is not None:
+            return f"taking the channel scale of {config.calibration_from}"
+        drawn = draw_samples(table.lengths, config.calibration_tokens, config.seed)
+        return f"measuring the channel scale on {int(table.lengths[drawn].sum()):,} tokens"
+
     @property
     def _finished(self) -> bool:
         return self._dealer.done and not (self._entries and self._ready)
@@ -75,7 +90,7 @@ class Supervisor:
             self._loaded.clear()
         elif self._creator is None and self._loaded:
             self._creator = self._loaded.pop(0)
-            self._report(Note("the target is loaded; measuring the channel scale and creating the store"))
+            self._report(Note(f"the target is loaded; {self._describe_calibration()} and creating the store"))
             self._creator.send(messages.Create())
         for process in self._ready:
             if self._entries and self._entries_at is None:
