@@ -67,7 +67,8 @@ class ExtractView(RunView):
             if rows is not None:
                 lines.bar("rows", rows.num_done, rows.num_rows, _of(rows.num_done, rows.num_rows), "tokenising")
         elif progress is None:
-            lines.bar("samples", 0, self._forecast.num_pending or None, _of(0, self._forecast.num_pending))
+            if self._forecast.num_pending and not self.ended:  # a dry run has nothing to show
+                lines.bar("samples", 0, self._forecast.num_pending, _of(0, self._forecast.num_pending))
         else:
             self._draw(lines, progress, self._forecast)
         left = None
@@ -234,7 +235,7 @@ class CountView(RunView):
         """Take in (done, total), or a note."""
         if isinstance(event, str):
             return [Line(event)]
-        self._clock.begin(0)
+        self._clock.begin(event[0])  # the first may come after a long start, which tells nothing of the rest
         self._done, self._total = event
         text = f"{self._name}: {self._form(self._done)} of {self._form(self._total)}"
         seconds = self._clock.left(self._done, self._total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ FORECAST = Forecast(
     rank=1024,
     bytes_per_token={"int8": 5140},
     needed_bytes=2**32,
+    frozen_bytes=0,
     free_bytes=2**40,
     store=Path("s.zarr"),
 )
@@ -134,6 +136,30 @@ def test_a_count_of_bytes_has_units_and_a_speed() -> None:
     assert "1.0 MiB of 3.0 MiB" in draw(view) and "iB/s" in draw(view)
     (line,) = view.take((3 * 2**20, 3 * 2**20))
     assert line.text == "bytes: 3.0 MiB of 3.0 MiB"
+
+
+def test_a_count_tells_no_time_left_from_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first sample comes after the target has loaded, which tells nothing of the rest."""
+    now = [100.0]
+    monkeypatch.setattr("dflash_train.commands.drawing.time.monotonic", lambda: now[0])
+    view = CountView("samples")
+    now[0] = 113.0
+    (line,) = view.take((1, 4))
+    assert line.text == "samples: 1 of 4" and "left" not in draw(view)
+    now[0] = 115.0
+    (line,) = view.take((2, 4))
+    assert line.text == "samples: 2 of 4, 4 s left"
+
+
+def test_an_extract_with_nothing_to_run_ends_without_a_bar() -> None:
+    view = ExtractView()
+    view.take(FORECAST)
+    assert "0 of 1,000" in draw(view)
+    view.ended = True
+    assert "samples" not in draw(view)
+    nothing = ExtractView()
+    nothing.take(replace(FORECAST, num_pending=0))
+    assert "0 of 0" not in draw(nothing)
 
 
 @pytest.mark.parametrize("width", [20, 40, 79, 250])
