@@ -137,7 +137,7 @@ def format_report(report: dict[str, Any]) -> RenderableType:
         "samples": f"{report['samples']:,} ({report['duplicates']:,} duplicates ignored)",
         "tokens": f"{report['tokens']:,}, {report['supervised_share']:.1%} supervised",
         "tokens a sample": ", ".join(f"{name} {value:,}" for name, value in report["length_percentiles"].items()),
-        "size": f"{format_bytes(report['size_bytes'])}, {report['bytes_per_token']:,} bytes a token",
+        "size": f"{format_bytes(report['size_bytes'])}, embedding and head in it; {report['bytes_per_token']:,} bytes a token",
         "quarantined": ", ".join(f"{count:,} x {reason}" for reason, count in quarantined.items()) or "none",
     }
     table = Table("", report["path"], box=None, pad_edge=False, header_style="bold")
@@ -149,7 +149,10 @@ def format_report(report: dict[str, Any]) -> RenderableType:
         numbers = [f"{layer[name]:.4g}" for name in ("rms", "absmax", "scaled_rms", "scaled_absmax")]
         kept = [f"{layer['energy_kept']:.1%}"] if manifest["rank"] else []
         features.add_row(str(layer["layer"]), *numbers, f"{layer['outlier_share']:.3%}", *kept)
-    return Group(table, "", features) if report["features"] else table
+    legend = (
+        f"h: hidden state; D: channel scale, by which h is divided; outliers: over {OUTLIER_FACTOR} medians of |h / D|"
+    )
+    return Group(table, "", features, legend) if report["features"] else table
 
 
 def find_sample(reader: StoreReader, prefix: str) -> int:

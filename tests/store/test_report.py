@@ -54,6 +54,7 @@ def test_report_prints(maker: Any, tmp_path: Path) -> None:
     console = Console(record=True, width=120)
     console.print(format_report(store_report(maker.store(tmp_path / "s.zarr"))))
     text = console.export_text()
+    assert "D: channel scale" in text and "embedding and head in it" in text
     assert "org/target @ abc" in text and "1 x no supervised tokens" in text and "1, 2, 3 of 5" in text
     assert ("energy kept" in text and "rank 7" in text) == maker.encoding.is_projected
 
