@@ -95,8 +95,8 @@ class ExtractView(RunView):
             speed,
         )
         size = progress.num_committed_bytes
-        # the forecast counts the frozen tables too, which are no part of a segment
-        total = size if progress.num_committed == progress.num_pending else max(forecast.needed_bytes, size)
+        expected = forecast.needed_bytes - forecast.frozen_bytes  # the frozen tables are no part of a segment
+        total = size if progress.num_committed == progress.num_pending else max(expected, size)
         lines.bar("size", size, total, f"{format_bytes(size)} of {format_bytes(total)}", "on disk")
         fastest = max((worker.tokens_per_second for worker in progress.workers), default=0.0)
         for worker in progress.workers[:MOST_WORKERS]:
