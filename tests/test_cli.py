@@ -168,8 +168,8 @@ def test_the_commands_in_a_row(tmp_path: Path, data: Path, tiny_target: Any, enc
     assert checked.exit_code == 0, checked.output
     assert "training record: config.json is as the trainer wrote it" in checked.output
     assert "num_speculative_tokens" in json.loads((tmp_path / "c.json").read_text())["commands"]["vllm"]
-    for words in (["z-lab"], ["speculators", "--store", store]):
-        exported = run("export", folder, tmp_path / words[0], "--format", *words)
+    for name_of_format, source in (("z-lab", []), ("speculators", ["--store", store])):
+        exported = run("export", folder, tmp_path / name_of_format, "--format", name_of_format, *source)
         assert exported.exit_code == 0, exported.output
     assert run("check", tmp_path / "z-lab", "--target", target, "--gpus", "cpu", "--no-parity").exit_code == 0
 
