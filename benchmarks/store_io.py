@@ -33,10 +33,11 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash_train.store.calibration import Calibration
 from dflash_train.store.creation import FrozenTarget, create_store
 from dflash_train.store.encoding import Encoding, make_encoding
 from dflash_train.store.index import INDEX_NAME
-from dflash_train.store.manifest import Manifest, hash_calibration
+from dflash_train.store.manifest import Manifest
 from dflash_train.store.opened import list_segments
 from dflash_train.store.reader import StoreReader
 from dflash_train.store.segment import SEGMENTS, SegmentWriter
@@ -128,16 +129,18 @@ class Data:
 
 def make_store(path: Path, encoding: Encoding) -> Path:
     """An empty store of a target that does not exist."""
-    scale = np.ones(encoding.num_features, np.float32)
+    calibration = Calibration.from_arrays(np.ones(encoding.num_features, np.float32))
     names = ("target_config_hash", "weights_fingerprint", "tokenizer_hash", "chat_template_hash")
     fields: dict[str, Any] = dict.fromkeys(names, "0" * 16)
     fields |= {"target_name": "benchmark", "target_revision": None, "target_dtype": "bfloat16", "quantization": None}
     fields |= {"target_layer_ids": tuple(range(encoding.num_layers)), "num_target_layers": encoding.num_layers}
     fields |= {"hidden_size": encoding.hidden_size, "vocab_size": 2, "tied_embeddings": True, "embedding_scale": 1.0}
     fields |= {"logit_scale": 1.0, "logit_softcap": None, "encoding": encoding.name, "rank": None}
-    manifest = Manifest(**fields, calibration_hash=hash_calibration(scale))
+    manifest = Manifest(**fields, calibration_hash=calibration.hash)
     table = np.zeros((2, encoding.hidden_size), np.float32)
-    create_store(path, manifest, scale, FrozenTarget(embed_tokens=table, lm_head=None, dtype_view=None, config={}))
+    create_store(
+        path, manifest, calibration, FrozenTarget(embed_tokens=table, lm_head=None, dtype_view=None, config={})
+    )
     return path
 
 
