@@ -79,12 +79,12 @@ class Data:
     def __init__(self, encoding: Encoding, num_bytes: int, row_tokens: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
         self.encoding = encoding
-        self.row_bytes = encoding.num_features * encoding.storage_dtype.itemsize
+        self.row_bytes = encoding.num_columns * encoding.storage_dtype.itemsize
         lengths: list[int] = []
         while sum(lengths) * self.row_bytes < num_bytes:
             lengths.append(int(np.clip(rng.lognormal(6.7, 0.7), 32, row_tokens)))
         self.lengths, self.starts = lengths, np.concatenate([[0], np.cumsum(lengths)]).tolist()
-        shape = (sum(lengths), encoding.num_features)
+        shape = (sum(lengths), encoding.num_columns)
         random = np.frombuffer(bytearray(rng.bytes(shape[0] * self.row_bytes)), encoding.storage_dtype)
         self.features = random.reshape(shape)
         self.token_ids = rng.integers(0, 100, shape[0], dtype=np.int32)

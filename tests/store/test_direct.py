@@ -57,7 +57,7 @@ def read_all(path: Path, encoding: Any, shift: int = 0) -> StoreReader:
     buffered, reader = StoreReader(path), StoreReader(path, direct_io=True)
     for index, entry in enumerate(reader.samples):
         wanted, length = buffered.read(index), int(entry["length"])
-        features = aligned((length, encoding.num_features), encoding.storage_dtype, shift)
+        features = aligned((length, encoding.num_columns), encoding.storage_dtype, shift)
         scales = None if wanted.scales is None else np.empty_like(wanted.scales)
         ids, mask = np.empty(length, np.int32), np.empty(length, np.uint8)
         reader.read_into(index, ids, mask, features, scales)
