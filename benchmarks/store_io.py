@@ -2,9 +2,9 @@
 
     python benchmarks/store_io.py --json store_io.json
 
-All variants move the same bytes and are interleaved round by round in random order; a ratio is the median over the
-rounds of (seconds of the raw twin / seconds of the variant) within one round, so what else the machine does cancels to
-first order. "hot" is the page cache; "cold" drops the files from it (posix_fadvise, no root needed) before each pass, and
+All variants move the same bytes and are interleaved round by round in random order, each right beside a pass of its raw
+twin (before it in even rounds, behind it in odd ones); a ratio is the median over the rounds of the twin's seconds over
+the variant's, so what else the machine does cancels to first order. "hot" is the page cache; "cold" drops the files from it (posix_fadvise, no root needed) before each pass, and
 is skipped where the file system keeps them, as tmpfs does. Memory is the peak of the process above its start, mapped
 file pages included; CPU is of all threads, kernel time included. zarrs, safetensors and torch are measured where they
 are installed, zarr's fused pipeline where zarr has it.
@@ -375,25 +375,37 @@ def timed(run: Callable[[], None]) -> Pass:
 def measure(
     variants: list[Variant], num_rounds: int, seed: int, before: Callable[[Variant], Any], num_bytes: int
 ) -> list[dict[str, Any]]:
-    """Run all variants in every round, in random order, and return one line each."""
-    rng, passes = np.random.default_rng(seed), {variant.name: list[Pass]() for variant in variants}
-    for _ in range(num_rounds):
+    """Run every variant in every round, in random order, each right beside a pass of its twin; one line each."""
+    rng, named = np.random.default_rng(seed), {variant.name: variant for variant in variants}
+    passes: dict[str, list[tuple[Pass, Pass]]] = {name: [] for name in named}
+
+    def one_pass(variant: Variant) -> Pass:
+        before(variant)
+        return timed(variant.run)
+
+    for round_number in range(num_rounds):
         for number in rng.permutation(len(variants)).tolist():
-            before(variants[number])
-            passes[variants[number].name].append(timed(variants[number].run))
+            own, twin = variants[number], named[variants[number].twin]
+            if own is twin:
+                found = one_pass(own)
+                passes[own.name].append((found, found))
+            elif round_number % 2:
+                passes[own.name].append((one_pass(own), one_pass(twin)))
+            else:
+                passes[own.name].append((one_pass(twin), one_pass(own))[::-1])
     lines = []
     for variant in variants:
-        own, twin = passes[variant.name], passes[variant.twin]
-        ratios = [theirs.seconds / ours.seconds for ours, theirs in zip(own, twin, strict=True)]
+        mine = [pair[0] for pair in passes[variant.name]]
+        ratios = [twin.seconds / own.seconds for own, twin in passes[variant.name]]
         lines.append(
             {
                 "variant": variant.name,
                 "twin": variant.twin,
-                "gb_per_second": num_bytes / 1e9 / statistics.median(run.seconds for run in own),
+                "gb_per_second": num_bytes / 1e9 / statistics.median(run.seconds for run in mine),
                 "ratio": statistics.median(ratios),
                 "ratio_range": [min(ratios), max(ratios)],
-                "cpu_seconds_per_gb": statistics.median(run.cpu_seconds for run in own) / (num_bytes / 1e9),
-                "peak_mib": max(run.peak_bytes for run in own) / (1 << 20),
+                "cpu_seconds_per_gb": statistics.median(run.cpu_seconds for run in mine) / (num_bytes / 1e9),
+                "peak_mib": max(run.peak_bytes for run in mine) / (1 << 20),
             }
         )
     return lines
@@ -541,11 +553,11 @@ def main() -> None:
             writers, given.rounds, given.seed, lambda variant: clear_written(folder), data.features.nbytes
         )
         result["open"] = [measure_opening(folder, count, given.samples_each) for count in given.segments]
-    result["bars"] = bars(result)
-    print(f"{len(data.lengths)} samples, {data.features.nbytes / 1e6:,.0f} MB; {result['versions']}")
-    show(result)
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+        result["bars"] = bars(result)
+        print(f"{len(data.lengths)} samples, {data.features.nbytes / 1e6:,.0f} MB; {result['versions']}")
+        show(result)
+        if given.json:
+            given.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
