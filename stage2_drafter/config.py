@@ -95,8 +95,8 @@ class TrainConfig:
     read_ahead: int = 3
     """Rows read ahead of the step by each process, in pinned memory on CUDA."""
     direct_io: bool = False
-    """Read features past the page cache: a quarter of the CPU time, and the cache stays free for others. Off, because
-    a store that fits into memory is read faster from the cache in every epoch but the first."""
+    """Read features past the page cache: less than half the CPU time, and the cache stays free for others. Off, because
+    buffered reads are quicker where the CPU is idle or the store fits into memory."""
     bad_step_limit: int = 10
     """Steps in a row with a loss or gradient that is not finite, each skipped, before the run stops."""
 

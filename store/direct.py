@@ -1,7 +1,7 @@
 """Reading past the page cache: O_DIRECT straight into the caller's rows, or through one aligned bounce buffer.
 
-It costs 0.06-0.09 CPU seconds a GB where buffered reads cost 0.2-0.3 (docs/performance.md), and leaves the page cache to
-others; whether it is faster too depends on the disk. The kernel wants offset, length and memory aligned to the disk's
+It costs 0.05-0.06 CPU seconds a GB, 0.10 through the bounce buffer, where buffered cold reads cost 0.14 and more, and
+leaves the page cache to others; one thread may read slower with it, for want of read-ahead (docs/performance.md). The kernel wants offset, length and memory aligned to the disk's
 sectors, 512 bytes or 4 KiB: rows that are, go straight to their place; all others are read in aligned pieces and copied.
 """
 

@@ -3,7 +3,8 @@
 Opening a segment costs seven small files and 0.3 ms, so 10,000 of them would take seconds at every start. `.index` in
 the store repeats their tables and attributes. It is never trusted over the segments: an entry counts only while the
 segment's checksums.json, which guards all its files, is the one that it was made from; rows are read only after the
-segment itself was opened and found to have the same table. Reading 10,000 checksums.json takes 0.3 s.
+segment itself was opened and found to have the same table. All of it takes 0.4 to 0.7 s for
+10,000 segments and 1,000,000 samples (docs/performance.md).
 """
 
 from __future__ import annotations
