@@ -67,7 +67,7 @@ class Supervisor:
     def _describe_stop(self) -> str:
         if self._started is not None:
             return "stopping: what has run is committed first; Ctrl-C once more to drop it"
-        if self._creator is not None and not self._store_exists:
+        if self._creator is not None:  # whether or not it has just ended: no batch was dealt yet
             return "stopping: the store is created first, no sample has run; Ctrl-C once more to drop it"
         return "stopping once the target is loaded, no sample has run; Ctrl-C once more to stop at once"
 
