@@ -1,8 +1,8 @@
 """The drafter compiled once, with proof that it stays so: flex_attention on CUDA, a dense mask through SDPA on the CPU.
 
 On CUDA each layer runs through one `torch.compile(fullgraph=True, dynamic=False)` function with the layer as an
-argument, so all layers share its code; the block mask is counted from its intervals (`blocks.block_mask`), which needs
-no compiler. Every shape is fixed when the object is made. `warm_up` runs one whole training step
+argument, so all layers share its code; the block mask is counted from its intervals by kernels of our own
+(`mask_kernel`), which need no compiler. Every shape is fixed when the object is made. `warm_up` runs one whole training step
 and one evaluation step of the caller, compares the number of compiled graphs with the number that follows from the
 layers, and then sets torch's stance `fail_on_recompile`, which is process-wide: from there on a compile raises.
 
@@ -33,8 +33,9 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from dflash_train.errors import InputError
-from dflash_train.stage2_drafter.blocks import TILE, block_mask, dense_block_mask
-from dflash_train.stage2_drafter.drafter import Attend, Drafter, DrafterLayer
+from dflash_train.stage2_drafter.blocks import TILE, dense_block_mask
+from dflash_train.stage2_drafter.drafter import Attend, Drafter, DrafterLayer, Product
+from dflash_train.stage2_drafter.fp8 import check_fp8, fp8_linear
 
 log = logging.getLogger(__name__)
 
@@ -107,20 +108,26 @@ def compiled_graphs() -> int:
 
 
 def _run_layer(
-    layer: DrafterLayer, noise: Tensor, context: Tensor, cos: Tensor, sin: Tensor, block_mask: BlockMask
+    layer: DrafterLayer,
+    noise: Tensor,
+    context: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    block_mask: BlockMask,
+    product: Product,
 ) -> Tensor:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flex_attention_door(q, k, v, block_mask)
 
-    out: Tensor = layer(noise, context, cos, sin, attend)
+    out: Tensor = layer(noise, context, cos, sin, attend, product)
     return out
 
 
 class CompiledDrafter(nn.Module):
     """The training and evaluation forward of a drafter at fixed shapes; wrap this, not the drafter, in DDP.
 
-    Parameters stay fp32; on CUDA the products run in `compute_dtype` under autocast. Drafting tokens does not come
-    here: `Drafter.draft` runs the plain layers.
+    Parameters stay fp32; on CUDA the products run in `compute_dtype` under autocast, or in e4m3 (`fp8.fp8_linear`) with
+    precision "fp8". Drafting tokens does not come here: `Drafter.draft` runs the plain layers.
     """
 
     def __init__(
@@ -131,10 +138,11 @@ class CompiledDrafter(nn.Module):
         row_tokens: int,
         num_anchors: int,
         compute_dtype: torch.dtype | None = None,
+        precision: str = "bf16",
     ) -> None:
         """Move the drafter to `device`; row_tokens is S, num_anchors A; compute_dtype None: bf16 on CUDA, fp32 on CPU.
 
-        Raises InputError for sizes that the device cannot take. Compiles nothing yet.
+        Raises InputError for sizes and a precision that the device cannot take. Compiles nothing yet.
         """
         super().__init__()
         self.device = torch.device(device)
@@ -151,6 +159,10 @@ class CompiledDrafter(nn.Module):
         self._warm_up_seconds = 0.0
         self._graphs_before = self._graphs_after = 0
         self._compiled_layer: Callable[..., Tensor] = _run_layer
+        self._product: Product = F.linear
+        if precision == "fp8":
+            check_fp8(self.device, (p for p in drafter.layers.parameters() if p.ndim == 2))
+            self._product = fp8_linear
         if self.uses_flex:
             self._check_flex_sizes()
             self._compile()
@@ -225,7 +237,7 @@ class CompiledDrafter(nn.Module):
             states = noise.detach().to(self.compute_dtype)[None].requires_grad_(with_gradient)
             for layer, kind in zip(self.drafter.layers, self.layer_kinds, strict=True):
                 if self.uses_flex:
-                    states = self._compiled_layer(layer, states, context, cos, sin, masks[kind])
+                    states = self._compiled_layer(layer, states, context, cos, sin, masks[kind], self._product)
                 else:
                     states = layer(states, context, cos, sin, masks[kind])
             out: Tensor = self.drafter.norm(states)[0]
@@ -261,7 +273,9 @@ class CompiledDrafter(nn.Module):
         """A BlockMask, or on the CPU a function that attends under the dense mask."""
         shape = (self.row_tokens, self.block_size, *kind)
         if self.uses_flex:
-            return block_mask(start, anchor, *shape)
+            from dflash_train.stage2_drafter.mask_kernel import fused_block_mask
+
+            return fused_block_mask(start, anchor, *shape)
         return _dense_attend(dense_block_mask(start, anchor, *shape))
 
     def expected_graphs(self, *, evaluation: bool) -> int:

@@ -33,6 +33,8 @@ __all__ = ["Attend", "Drafter", "DrafterCache", "DrafterConfig", "DrafterLayer",
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """attend(q [B,Hq,Q,d], k [B,Hkv,N,d], v [B,Hkv,N,d]) -> [B,Hq,Q,d]; it knows which keys each query sees."""
+Product = Callable[[Tensor, Tensor], Tensor]
+"""product(x [...,I], weight [O,I]) -> [...,O]: F.linear, or the same in another precision."""
 
 
 class RMSNorm(nn.Module):
@@ -72,15 +74,15 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def queries(self, z: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def queries(self, z: Tensor, cos: Tensor, sin: Tensor, product: Product = F.linear) -> Tensor:
         """z [B,Q,H] -> rotated queries [B,Hq,Q,d]."""
-        q = self.q_proj(z)
+        q = product(z, self.q_proj.weight)
         q = q.view(*q.shape[:-1], -1, self.head_dim).transpose(1, 2)
         return rotate(self.q_norm.in_fp32(q), cos, sin).to(q.dtype)
 
-    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor, product: Product = F.linear) -> tuple[Tensor, Tensor]:
         """x [B,N,H] -> rotated keys and values, [B,Hkv,N,d] each, in one product."""
-        both = F.linear(x, torch.cat((self.k_proj.weight, self.v_proj.weight)))
+        both = product(x, torch.cat((self.k_proj.weight, self.v_proj.weight)))
         k, v = both.view(*both.shape[:-1], -1, self.head_dim).transpose(1, 2).chunk(2, dim=1)
         # Contiguous: inductor's flex_attention on the CPU reads a view into a wider tensor at offset 0 (torch 2.13).
         return rotate(self.k_norm.in_fp32(k), cos, sin).to(v.dtype), v.contiguous()
@@ -95,9 +97,9 @@ class Mlp(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
+    def forward(self, x: Tensor, product: Product = F.linear) -> Tensor:
+        gated = F.silu(product(x, self.gate_proj.weight)) * product(x, self.up_proj.weight)
+        return product(gated, self.down_proj.weight)
 
 
 class DrafterLayer(nn.Module):
@@ -110,18 +112,26 @@ class DrafterLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, noise: Tensor, context: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self,
+        noise: Tensor,
+        context: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        product: Product = F.linear,
+    ) -> Tensor:
         """noise [B,Q,H], context [B,S,H], cos and sin [B,S+Q,d/2] -> noise [B,Q,H]."""
         z = self.input_layernorm(noise)
         num_queries = noise.shape[1]
-        q = self.self_attn.queries(z, cos[:, -num_queries:], sin[:, -num_queries:])
-        k, v = self.self_attn.keys_values(torch.cat((context.to(z.dtype), z), dim=1), cos, sin)
-        return self.finish(noise, attend(q, k, v))
+        q = self.self_attn.queries(z, cos[:, -num_queries:], sin[:, -num_queries:], product)
+        k, v = self.self_attn.keys_values(torch.cat((context.to(z.dtype), z), dim=1), cos, sin, product)
+        return self.finish(noise, attend(q, k, v), product)
 
-    def finish(self, noise: Tensor, attended: Tensor) -> Tensor:
+    def finish(self, noise: Tensor, attended: Tensor, product: Product = F.linear) -> Tensor:
         """Output projection, residuals and MLP: noise [B,Q,H], attended [B,Hq,Q,d] -> [B,Q,H]."""
-        noise = noise + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
-        out: Tensor = noise + self.mlp(self.post_attention_layernorm(noise))
+        noise = noise + product(attended.transpose(1, 2).flatten(2), self.self_attn.o_proj.weight)
+        out: Tensor = noise + self.mlp(self.post_attention_layernorm(noise), product)
         return out
 
 

@@ -1,10 +1,15 @@
 """Fixtures shared by all tests: tiny targets, a tiny tokenizer and small conversations, made on the spot."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Without a GPU, Triton's kernels are tested under its interpreter, which must be chosen before triton is imported.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
