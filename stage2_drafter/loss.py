@@ -1,9 +1,11 @@
 """Weighted cross-entropy under the frozen head of the target, and what is logged about the drafts.
 
 The head is frozen, so the gradient with respect to the hidden states is known as soon as the logits are: one pass over
-chunks of noise tokens leaves the cross-entropy and its unweighted gradient, and the full logits (2.5 GB for Qwen3-8B
-at 512 anchors, bf16) never exist. Row weights are applied afterwards in fp32, so decays that need the cross-entropy
-first (D-PACE) cost nothing extra. Cross-entropy is fp32 over the full vocabulary.
+chunks of noise tokens leaves the cross-entropy and its unweighted gradient, and the full logits (5 GB for Qwen3-8B at
+1,024 anchors, bf16) never exist. A chunk is two products and one kernel between them, which turns the logits into their
+gradient where they lie (`loss_kernel`; plain torch on the CPU); all chunks share one buffer. Row weights are applied
+afterwards in fp32, so decays that need the cross-entropy first (D-PACE) cost nothing extra. Cross-entropy is fp32 over
+the full vocabulary.
 
 The loss is Σ w·CE / Σ w over a whole optimizer step and all ranks: `weighted_loss` gives the numerator of one row, the
 trainer divides. So it does not depend on how rows are split over micro-batches.
@@ -14,10 +16,14 @@ Source: DFlash, arXiv 2602.06036, section 4.2 (decay); D-PACE, arXiv 2605.18810.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+_ROW_ALIGNMENT = 64  # logits of a buffer's row, so that every row starts on a cache line whatever V is
 
 
 class HeadLoss(NamedTuple):
@@ -28,7 +34,7 @@ class HeadLoss(NamedTuple):
     correct: Tensor
     """bool [N], whether the largest logit is the label's."""
     dhidden: Tensor
-    """[N,H] in the type of hidden: d ce / d hidden, unweighted."""
+    """[N,H] in the type of hidden: d ce / d hidden, unweighted; [0,H] where it was not asked for."""
 
 
 @torch.no_grad()
@@ -39,66 +45,134 @@ def frozen_head_cross_entropy(
     *,
     multiplier: float = 1.0,
     softcap: float | None = None,
-    chunk: int = 1024,
+    chunk: int | None = None,
+    with_gradient: bool = True,
 ) -> HeadLoss:
     """Cross-entropy of hidden [N,H] under head [V,H] against labels int64 [N], with its gradient, in one pass.
 
-    Logits are (hidden · headᵀ) · multiplier, then softcap · tanh(logits / softcap) if set, as the target does. `chunk`
-    rows at a time: memory is about chunk · V · 8 bytes. hidden and head must have one dtype.
+    Logits are (hidden · headᵀ) · multiplier, then softcap · tanh(logits / softcap) if set, as the target does. A row with
+    a negative label counts nowhere: cross-entropy, hit and gradient are 0. hidden and head must have one dtype, in which
+    both products and the logits' gradient are; statistics are fp32. `chunk` rows at a time (None: `chunk_rows`) share one
+    buffer of chunk · V logits, which stays allocated for the next call. Without gradient (evaluation) the second product
+    is left out.
     """
     if hidden.dtype != head.dtype:
         raise ValueError(
             f"hidden is {hidden.dtype} but the head is {head.dtype}; convert the head once, before training."
         )
-    if chunk < 1:
+    if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be at least 1.")
-    num_rows = hidden.shape[0]
+    if multiplier <= 0:
+        raise ValueError(f"multiplier is {multiplier}; it must be above 0, or the largest logit would be the smallest.")
+    num_rows, vocabulary = hidden.shape[0], head.shape[0]
+    chunk = chunk or chunk_rows(hidden.shape[1])
     ce = torch.empty(num_rows, dtype=torch.float32, device=hidden.device)
     correct = torch.empty(num_rows, dtype=torch.bool, device=hidden.device)
-    dhidden = torch.empty_like(hidden)
+    dhidden = torch.empty_like(hidden) if with_gradient else hidden.new_empty(0, hidden.shape[1])
+    softmax_minus_onehot_ = _row_operation(hidden.device)
+    buffer = _logits_buffer(chunk, -(-vocabulary // _ROW_ALIGNMENT) * _ROW_ALIGNMENT, head.dtype, hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):
-        for begin in range(0, num_rows, chunk):
-            rows = slice(begin, begin + chunk)
-            label = labels[rows, None]
-            logits = (hidden[rows] @ head.T).float()
-            if multiplier != 1.0:
-                logits *= multiplier
-            slope = None
-            if softcap:
-                capped = torch.tanh(logits / softcap)
-                slope = 1.0 - capped * capped
-                logits = capped * softcap
-            largest = logits.argmax(-1, keepdim=True)
-            correct[rows] = (largest == label)[:, 0]
-            normaliser = logits.logsumexp(-1, keepdim=True)
-            ce[rows] = (normaliser - logits.gather(-1, label))[:, 0]
-            gradient = logits.sub_(normaliser).exp_()
-            gradient.scatter_add_(-1, label, torch.full_like(normaliser, -1.0))
-            if slope is not None:
-                gradient *= slope
-            if multiplier != 1.0:
-                gradient *= multiplier
-            torch.mm(gradient.to(head.dtype), head, out=dhidden[rows])
+        for first in range(0, num_rows, chunk):
+            rows = slice(first, min(first + chunk, num_rows))
+            logits = buffer[: rows.stop - first, :vocabulary]
+            torch.mm(hidden[rows], head.T, out=logits)
+            softmax_minus_onehot_(
+                *(logits, labels, ce, correct, first),
+                multiplier=multiplier,
+                softcap=softcap,
+                with_gradient=with_gradient,
+            )
+            if with_gradient:
+                torch.mm(logits, head, out=dhidden[rows])
     return HeadLoss(ce, correct, dhidden)
+
+
+def chunk_rows(hidden_size: int) -> int:
+    """Rows of one chunk: enough that rows · H keeps a large GPU's product dlogits · W busy (2,048 x 4,096: 256 tiles)."""
+    return 2048 if hidden_size >= 4096 else 4096
+
+
+def _row_operation(device: torch.device) -> Callable[..., None]:
+    """softmax − onehot in place: the Triton kernel on CUDA, plain torch elsewhere."""
+    if device.type != "cuda":
+        return eager_softmax_minus_onehot_
+    from dflash_train.stage2_drafter.loss_kernel import softmax_minus_onehot_
+
+    return softmax_minus_onehot_
+
+
+@functools.lru_cache(maxsize=1)
+def _logits_buffer(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The one buffer for logits: at the same address for the whole run, whatever the number of counted rows."""
+    return torch.empty(rows, columns, dtype=dtype, device=device)
+
+
+def eager_softmax_minus_onehot_(
+    logits: Tensor,
+    labels: Tensor,
+    ce: Tensor,
+    correct: Tensor,
+    first: int,
+    *,
+    multiplier: float = 1.0,
+    softcap: float | None = None,
+    with_gradient: bool = True,
+) -> None:
+    """The twin of `loss_kernel.softmax_minus_onehot_` in plain torch: for the CPU, and its oracle."""
+    rows = slice(first, first + logits.shape[0])
+    counted = labels[rows, None] >= 0
+    label = labels[rows, None].clamp_min(0)
+    values = logits.float()
+    if multiplier != 1.0:
+        values = values * multiplier
+    slope = None
+    if softcap:
+        capped = torch.tanh(values / softcap)
+        slope = 1.0 - capped * capped
+        values = capped * softcap
+    largest = values.argmax(-1, keepdim=True)
+    correct[rows] = ((largest == label) & counted)[:, 0]
+    normaliser = values.logsumexp(-1, keepdim=True)
+    ce[rows] = torch.where(counted, normaliser - values.gather(-1, label), 0.0)[:, 0]
+    if not with_gradient:
+        return
+    gradient = values.sub_(normaliser).exp_()
+    gradient.scatter_add_(-1, label, torch.full_like(normaliser, -1.0))
+    if slope is not None:
+        gradient *= slope
+    if multiplier != 1.0:
+        gradient *= multiplier
+    gradient.masked_fill_(~counted, 0.0)
+    if gradient.data_ptr() != logits.data_ptr():
+        logits.copy_(gradient)
 
 
 class _WeightedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, dhidden: Tensor, ce: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(dhidden, weights)
-        ctx.dtype = hidden.dtype
+    def forward(ctx: Any, hidden: Tensor, dhidden: Tensor, ce: Tensor, weights: Tensor, slots: Tensor | None) -> Tensor:
+        ctx.save_for_backward(dhidden, weights, slots)
+        ctx.shape, ctx.dtype = hidden.shape, hidden.dtype
         return (weights * ce).sum()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
-        dhidden, weights = ctx.saved_tensors
-        scaled = (weights * grads[0].float())[:, None] * dhidden.float()
-        return scaled.to(ctx.dtype), None, None, None
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None, None]:
+        dhidden, weights, slots = ctx.saved_tensors
+        scaled = torch.empty(dhidden.shape, dtype=ctx.dtype, device=dhidden.device)
+        # In fp32 by type promotion, rounded once on the way out: no fp32 copy of dhidden.
+        torch.mul(dhidden, (weights * grads[0].float())[:, None], out=scaled)
+        if slots is None:
+            return scaled, None, None, None, None
+        # Each slot is there once, so this is a plain copy; index_select's own backward would add with atomics.
+        whole = torch.zeros(ctx.shape, dtype=ctx.dtype, device=dhidden.device).index_copy_(0, slots, scaled)
+        return whole, None, None, None, None
 
 
-def weighted_loss(hidden: Tensor, dhidden: Tensor, ce: Tensor, weights: Tensor) -> Tensor:
-    """Σ w·CE, fp32 scalar; its gradient flows through hidden [N,H] as w · dhidden. ce and weights fp32 [N], constant."""
-    loss: Tensor = _WeightedLoss.apply(hidden, dhidden, ce, weights)  # type: ignore[no-untyped-call]
+def weighted_loss(hidden: Tensor, dhidden: Tensor, ce: Tensor, weights: Tensor, slots: Tensor | None = None) -> Tensor:
+    """Σ w·CE, fp32 scalar; its gradient flows through hidden as w · dhidden [N,H]. ce and weights fp32 [N], constant.
+
+    hidden is [N,H], or has more rows, of which those at `slots`, int64 [N] without repeats, were counted.
+    """
+    loss: Tensor = _WeightedLoss.apply(hidden, dhidden, ce, weights, slots)  # type: ignore[no-untyped-call]
     return loss
 
 

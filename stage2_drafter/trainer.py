@@ -236,13 +236,13 @@ class Trainer:
         features = self.run.reader.encoding.decode(stored, scales, self.calibration, self.compiled.compute_dtype)
         noise = self.embed_tokens[noise_ids.reshape(-1)] * drafter_config.input_embedding_scale
         hidden = model(features, positions, noise, noise_positions, start, anchor)
-        counted = hidden.index_select(0, slots)
         loss = frozen_head_cross_entropy(
-            counted.detach(),
+            hidden.detach().index_select(0, slots),
             self.lm_head,
             labels,
             multiplier=drafter_config.output_multiplier,
             softcap=drafter_config.final_logit_softcapping,
+            with_gradient=torch.is_grad_enabled(),
         )
         if config.loss == "dpace":
             ce = torch.zeros(label_mask.shape, dtype=torch.float32, device=device)
@@ -252,7 +252,7 @@ class Trainer:
             weights = block_weights(label_mask, config.gamma_for(drafter_config.block_size))
         row_weights = weights.reshape(-1)[slots]
         sums.add_row(place, loss.ce, loss.correct, row_weights, slots, label_mask)
-        return weighted_loss(counted, loss.dhidden, loss.ce, row_weights)
+        return weighted_loss(hidden, loss.dhidden, loss.ce, row_weights, slots)
 
     @contextlib.contextmanager
     def _uploading(self) -> Iterator[Callable[[Tensor], Tensor]]:

@@ -145,6 +145,34 @@ def test_no_rows_and_no_weights_are_finite() -> None:
     assert loss.item() == 0.0 and not hidden.grad.any()
 
 
+def test_rows_with_a_negative_label_count_nowhere() -> None:
+    hidden, head = torch.randn(6, 8), torch.randn(11, 8)
+    labels = torch.tensor([-100, 2, 3, -1, 4, 5])
+    out = frozen_head_cross_entropy(hidden, head, labels, chunk=4)
+    counted = labels >= 0
+    alone = frozen_head_cross_entropy(hidden[counted], head, labels[counted])
+    torch.testing.assert_close(out.ce[counted], alone.ce)
+    torch.testing.assert_close(out.dhidden[counted], alone.dhidden)
+    assert not out.ce[~counted].any() and not out.correct[~counted].any() and not out.dhidden[~counted].any()
+
+
+def test_evaluation_leaves_the_second_product_out() -> None:
+    hidden, head, labels = torch.randn(6, 8), torch.randn(11, 8), torch.arange(6)
+    whole, without = (frozen_head_cross_entropy(hidden, head, labels, with_gradient=given) for given in (True, False))
+    assert torch.equal(whole.ce, without.ce) and torch.equal(whole.correct, without.correct)
+    assert without.dhidden.shape == (0, 8)
+
+
+def test_gradient_reaches_the_counted_slots_alone() -> None:
+    hidden: Any = torch.randn(9, 8, requires_grad=True)
+    head, slots, weights = torch.randn(11, 8), torch.tensor([1, 2, 5, 8]), torch.rand(4)
+    out = frozen_head_cross_entropy(hidden.detach().index_select(0, slots), head, slots)
+    torch.autograd.backward(weighted_loss(hidden, out.dhidden, out.ce, weights, slots))
+    expected = torch.zeros(9, 8)
+    expected[slots] = weights[:, None] * out.dhidden
+    assert torch.equal(hidden.grad, expected)
+
+
 def test_extreme_logits_stay_finite() -> None:
     hidden, head = torch.full((2, 4), 1e4), torch.tensor([[1.0] * 4, [-1.0] * 4, [0.0] * 4])
     out = frozen_head_cross_entropy(hidden, head, torch.tensor([0, 1]))
