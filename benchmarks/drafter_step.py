@@ -34,6 +34,7 @@ from dflash_train.benchmarks.peers import StepInputs, StepShape, specforge_step,
 from dflash_train.stage2_drafter.blocks import block_mask, make_blocks, sample_anchors
 from dflash_train.stage2_drafter.compiled import CompiledDrafter
 from dflash_train.stage2_drafter.drafter import Drafter, DrafterConfig
+from dflash_train.stage2_drafter.fp8 import Fp8Head
 from dflash_train.stage2_drafter.loss import block_weights, frozen_head_cross_entropy, weighted_loss
 
 _QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
@@ -117,6 +118,7 @@ def our_step(
     compiled = CompiledDrafter(
         drafter, device=device, row_tokens=shape.row_tokens, num_anchors=shape.num_anchors, precision=precision
     )
+    lm_head = Fp8Head.quantise(inputs.lm_head) if precision == "fp8" else inputs.lm_head
     documents = np.arange(shape.num_documents, dtype=np.int32).repeat(shape.document_tokens)
     positions = torch.arange(shape.document_tokens, device=device).repeat(shape.num_documents)
     token_ids, loss_mask = inputs.token_ids.cpu().numpy(), np.ones(shape.row_tokens, np.uint8)
@@ -136,10 +138,9 @@ def our_step(
         turn += 1
         noise = inputs.embed_tokens[noise_ids.reshape(-1)]
         hidden = compiled(inputs.features, positions, noise, noise_positions, start, anchor)
-        counted = hidden.index_select(0, slots)
-        loss = frozen_head_cross_entropy(counted.detach(), inputs.lm_head, labels)
+        loss = frozen_head_cross_entropy(hidden.detach().index_select(0, slots), lm_head, labels)
         weights = block_weights(label_mask, 7.0).reshape(-1)[slots]
-        return weighted_loss(counted, loss.dhidden, loss.ce, weights) / weights.sum()
+        return weighted_loss(hidden, loss.dhidden, loss.ce, weights, slots) / weights.sum()
 
     return drafter, step, compiled
 

@@ -96,7 +96,7 @@ def train(store: Path, run: Path, shape: StepShape, gpus: str, arguments: argpar
     command = [sys.executable, "-m", "dflash_train.cli", "train-drafter", "--store", str(store), "--run", str(run)]
     command += ["--gpus", gpus, "--mask-token", str(shape.mask_token_id), "--row-tokens", str(shape.row_tokens)]
     command += ["--anchors", str(shape.num_anchors), "--rows-per-step", str(arguments.rows_per_step), "--holdout", "0"]
-    command += ["--steps", "100000", "--log-every", "10", "--allow-busy-gpus", *arguments.option]
+    command += ["--steps", "100000", "--log-every", "10", "--keep", "1", "--allow-busy-gpus", *arguments.option]
     began = time.monotonic()
     log = run.with_suffix(".log")
     with log.open("wb") as output:

@@ -56,6 +56,13 @@ from dflash_train.commands.terminal import Terminal, progress_options
 @click.option("--keep", default=3, show_default=True, help="Newest checkpoints that stay, beside the best.")
 @click.option("--log-every", default=10, show_default=True, help="Steps between lines on the terminal.")
 @click.option("--read-ahead", default=3, show_default=True, help="Rows read ahead by each process.")
+@click.option(
+    "--precision",
+    type=click.Choice(["bf16", "fp8"]),
+    default="bf16",
+    show_default=True,
+    help="Of the products on a GPU; fp8 is experimental and needs Hopper or later.",
+)
 @click.option("--direct-io", is_flag=True, help="Read features past the page cache, where the file system can.")
 @click.option("--bad-step-limit", default=10, show_default=True, help="Non-finite steps in a row that end the run.")
 @progress_options

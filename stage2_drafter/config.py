@@ -16,6 +16,7 @@ from dflash_train.errors import InputError
 
 SCHEDULES = ("cosine", "wsd", "constant")
 LOSSES = ("decay", "dpace")
+PRECISIONS = ("bf16", "fp8")
 PAPER_EPOCHS = 6  # DFlash, section 5.1 (arXiv 2602.06036)
 PAPER_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}  # DFlash, section 4.2: gamma by block size
 
@@ -94,6 +95,8 @@ class TrainConfig:
     """Steps between lines on the terminal; metrics.jsonl has every step."""
     read_ahead: int = 3
     """Rows read ahead of the step by each process, in pinned memory on CUDA."""
+    precision: str = "bf16"
+    """bf16, or fp8: products of the drafter and of the frozen head in e4m3, on a GPU that has it (experimental)."""
     direct_io: bool = False
     """Read features past the page cache: less than half the CPU time, and the cache stays free for others. Off, because
     buffered reads are quicker where the CPU is idle or the store fits into memory."""
@@ -119,7 +122,7 @@ class TrainConfig:
                 f"--anchors {self.anchors} is more than --row-tokens {self.row_tokens}: a row has at most one anchor a "
                 "token. Lower --anchors."
             )
-        for name, choices in (("schedule", SCHEDULES), ("loss", LOSSES)):
+        for name, choices in (("schedule", SCHEDULES), ("loss", LOSSES), ("precision", PRECISIONS)):
             if getattr(self, name) not in choices:
                 raise InputError(f"--{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
         for name in ("warmup_ratio", "decay_ratio", "min_lr_ratio", "dpace_alpha"):

@@ -89,6 +89,17 @@ def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
+class QuantisedSoftmax(NamedTuple):
+    """Where the gradient of logits [N,V] goes in e4m3; scales and slopes are whole vectors, as labels are."""
+
+    softmax: Tensor
+    """e4m3 [N,V]."""
+    scales: Tensor
+    """fp32, one a row."""
+    label_slopes: Tensor
+    """fp32, one a row."""
+
+
 class Fp8Head(NamedTuple):
     """A frozen head [V,H] in e4m3, for the product to logits and for the product back to hidden states."""
 
@@ -103,5 +114,19 @@ class Fp8Head(NamedTuple):
 
     @classmethod
     def quantise(cls, head: Tensor) -> Fp8Head:
-        """Both layouts of head [V,H]; made once, 2 bytes a value where bf16 has 2."""
+        """Both layouts of head [V,H]; made once, together as large as the head in bf16."""
         return cls(*quantise_rows(head), *quantise_rows(head.t()))
+
+    def logits(self, hidden: Tensor, out: Tensor) -> None:
+        """hidden [N,H] · headᵀ into out [N,V]."""
+        hidden8, scales = quantise_rows(hidden)
+        torch._scaled_mm(
+            *(hidden8, self.rows.t(), scales, self.row_scales.t()), out_dtype=out.dtype, use_fast_accum=True, out=out
+        )
+
+    def input_gradient(self, softmax: Tensor, scales: Tensor, label_slopes: Tensor, labels: Tensor) -> Tensor:
+        """(softmax · scales) · head − label_slopes · head[labels], fp32 [N,H]: parts of a QuantisedSoftmax of N rows."""
+        product = quantised_product(softmax, scales[:, None], self.columns, self.column_scales, torch.bfloat16)
+        rows = labels.clamp_min(0)
+        of_label = self.rows[rows].float() * (self.row_scales[rows, 0] * label_slopes)[:, None]
+        return product.float() - of_label

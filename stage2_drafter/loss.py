@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dflash_train.stage2_drafter.fp8 import E4M3, E4M3_MAX, Fp8Head, QuantisedSoftmax
+
 _ROW_ALIGNMENT = 64  # logits of a buffer's row, so that every row starts on a cache line whatever V is
 
 
@@ -40,7 +42,7 @@ class HeadLoss(NamedTuple):
 @torch.no_grad()
 def frozen_head_cross_entropy(
     hidden: Tensor,
-    head: Tensor,
+    head: Tensor | Fp8Head,
     labels: Tensor,
     *,
     multiplier: float = 1.0,
@@ -54,36 +56,49 @@ def frozen_head_cross_entropy(
     a negative label counts nowhere: cross-entropy, hit and gradient are 0. hidden and head must have one dtype, in which
     both products and the logits' gradient are; statistics are fp32. `chunk` rows at a time (None: `chunk_rows`) share one
     buffer of chunk · V logits, which stays allocated for the next call. Without gradient (evaluation) the second product
-    is left out.
+    is left out. Under an Fp8Head both products are in e4m3, and the label's part of the gradient in fp32 beside them.
     """
-    if hidden.dtype != head.dtype:
+    if isinstance(head, Fp8Head):
+        dtype, vocabulary = hidden.dtype, head.rows.shape[0]
+    elif hidden.dtype != head.dtype:
         raise ValueError(
             f"hidden is {hidden.dtype} but the head is {head.dtype}; convert the head once, before training."
         )
+    else:
+        dtype, vocabulary = head.dtype, head.shape[0]
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be at least 1.")
     if multiplier <= 0:
         raise ValueError(f"multiplier is {multiplier}; it must be above 0, or the largest logit would be the smallest.")
-    num_rows, vocabulary = hidden.shape[0], head.shape[0]
+    num_rows = hidden.shape[0]
     chunk = chunk or chunk_rows(hidden.shape[1])
     ce = torch.empty(num_rows, dtype=torch.float32, device=hidden.device)
     correct = torch.empty(num_rows, dtype=torch.bool, device=hidden.device)
     dhidden = torch.empty_like(hidden) if with_gradient else hidden.new_empty(0, hidden.shape[1])
     softmax_minus_onehot_ = _row_operation(hidden.device)
-    buffer = _logits_buffer(chunk, -(-vocabulary // _ROW_ALIGNMENT) * _ROW_ALIGNMENT, head.dtype, hidden.device)
+    width = -(-vocabulary // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+    buffer = _logits_buffer(chunk, width, dtype, hidden.device)
+    options: dict[str, Any] = {"multiplier": multiplier, "softcap": softcap, "with_gradient": with_gradient}
+    if isinstance(head, Fp8Head) and with_gradient:
+        softmax = _logits_buffer(chunk, width, E4M3, hidden.device)
+        scales, label_slopes = torch.empty(2, num_rows, dtype=torch.float32, device=hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):
         for first in range(0, num_rows, chunk):
             rows = slice(first, min(first + chunk, num_rows))
             logits = buffer[: rows.stop - first, :vocabulary]
-            torch.mm(hidden[rows], head.T, out=logits)
-            softmax_minus_onehot_(
-                *(logits, labels, ce, correct, first),
-                multiplier=multiplier,
-                softcap=softcap,
-                with_gradient=with_gradient,
-            )
+            if not isinstance(head, Fp8Head):
+                torch.mm(hidden[rows], head.T, out=logits)
+                softmax_minus_onehot_(logits, labels, ce, correct, first, **options)
+                if with_gradient:
+                    torch.mm(logits, head, out=dhidden[rows])
+                continue
+            head.logits(hidden[rows], out=logits)
             if with_gradient:
-                torch.mm(logits, head, out=dhidden[rows])
+                part = softmax[: rows.stop - first, :vocabulary]
+                options["quantised"] = QuantisedSoftmax(part, scales, label_slopes)
+            softmax_minus_onehot_(logits, labels, ce, correct, first, **options)
+            if with_gradient:
+                dhidden[rows] = head.input_gradient(part, scales[rows], label_slopes[rows], labels[rows])
     return HeadLoss(ce, correct, dhidden)
 
 
@@ -101,9 +116,9 @@ def _row_operation(device: torch.device) -> Callable[..., None]:
     return softmax_minus_onehot_
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=2)
 def _logits_buffer(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The one buffer for logits: at the same address for the whole run, whatever the number of counted rows."""
+    """The one buffer for logits of a type: at the same address for the whole run, whatever the number of counted rows."""
     return torch.empty(rows, columns, dtype=dtype, device=device)
 
 
@@ -117,6 +132,7 @@ def eager_softmax_minus_onehot_(
     multiplier: float = 1.0,
     softcap: float | None = None,
     with_gradient: bool = True,
+    quantised: QuantisedSoftmax | None = None,
 ) -> None:
     """The twin of `loss_kernel.softmax_minus_onehot_` in plain torch: for the CPU, and its oracle."""
     rows = slice(first, first + logits.shape[0])
@@ -135,6 +151,16 @@ def eager_softmax_minus_onehot_(
     normaliser = values.logsumexp(-1, keepdim=True)
     ce[rows] = torch.where(counted, normaliser - values.gather(-1, label), 0.0)[:, 0]
     if not with_gradient:
+        return
+    if quantised is not None:
+        share = (values - values.gather(-1, largest)).exp_()
+        if slope is not None:
+            share *= slope
+        quantised.softmax.copy_((share * counted * E4M3_MAX).to(E4M3))
+        scales = (values.gather(-1, largest) - normaliser).exp() * (multiplier / E4M3_MAX)
+        quantised.scales[rows] = torch.where(counted, scales, 1.0)[:, 0]
+        label_slope = torch.ones_like(normaliser) if slope is None else slope.gather(-1, label)
+        quantised.label_slopes[rows] = (label_slope * multiplier * counted)[:, 0]
         return
     gradient = values.sub_(normaliser).exp_()
     gradient.scatter_add_(-1, label, torch.full_like(normaliser, -1.0))

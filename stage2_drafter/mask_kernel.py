@@ -13,8 +13,6 @@ Shapes: S context tokens, A anchors, K block size, Q = A · K noise tokens.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -30,7 +28,7 @@ PARTIAL, FULL = 1, 2
 
 
 @triton.jit
-def _seen(first: Any, last: Any, tile_begin: Any, TILE_SIZE: tl.constexpr) -> Any:
+def _seen(first, last, tile_begin, TILE_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     overlap = tl.minimum(last[:, None], tile_begin[None, :] + TILE_SIZE) - tl.maximum(
         first[:, None], tile_begin[None, :]
     )
@@ -38,19 +36,19 @@ def _seen(first: Any, last: Any, tile_begin: Any, TILE_SIZE: tl.constexpr) -> An
 
 
 @triton.jit
-def _classify(
-    start_pointer: Any,
-    anchor_pointer: Any,
-    state_pointer: Any,
-    num_anchors: Any,
-    num_tokens: Any,
-    num_tiles: Any,
+def _classify(  # type: ignore[no-untyped-def]
+    start_pointer,
+    anchor_pointer,
+    state_pointer,
+    num_anchors,
+    num_tokens,
+    num_tiles,
     block_size: tl.constexpr,
     window: tl.constexpr,
     causal: tl.constexpr,
     TILE_SIZE: tl.constexpr,
     TILES: tl.constexpr,
-) -> None:
+):
     """State of a tile of queries against TILES tiles of keys; window 0: none."""
     row = tl.program_id(0)
     query = row * TILE_SIZE + tl.arange(0, TILE_SIZE)
@@ -77,16 +75,16 @@ def _classify(
 
 
 @triton.jit
-def _order(
-    state_pointer: Any,
-    count_pointer: Any,
-    index_pointer: Any,
-    num_lines: Any,
-    length: Any,
-    line_stride: Any,
-    stride: Any,
+def _order(  # type: ignore[no-untyped-def]
+    state_pointer,
+    count_pointer,
+    index_pointer,
+    num_lines,
+    length,
+    line_stride,
+    stride,
     WIDTH: tl.constexpr,
-) -> None:
+):
     """Of one line of the table: how many tiles have a state, and all positions, those first that have it."""
     line = tl.program_id(0)
     wanted = tl.program_id(1) + 1

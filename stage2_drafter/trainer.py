@@ -29,6 +29,7 @@ from dflash_train.stage2_drafter.checkpoint import (
 from dflash_train.stage2_drafter.compiled import CompiledDrafter
 from dflash_train.stage2_drafter.drafter import Drafter
 from dflash_train.stage2_drafter.events import Progress, StepDone
+from dflash_train.stage2_drafter.fp8 import Fp8Head
 from dflash_train.stage2_drafter.loss import block_weights, dpace_weights, frozen_head_cross_entropy, weighted_loss
 from dflash_train.stage2_drafter.metrics import MetricsLog, StepNumbers, StepSums, format_evaluation, format_step
 from dflash_train.stage2_drafter.optimizer import (
@@ -79,7 +80,11 @@ class Trainer:
         self.progress = progress
         self.drafter = Drafter(run.drafter_config, seed=self.config.seed, num_features=run.reader.encoding.num_features)
         self.compiled = CompiledDrafter(
-            self.drafter, device=rank.device, row_tokens=self.config.row_tokens, num_anchors=self.config.anchors
+            self.drafter,
+            device=rank.device,
+            row_tokens=self.config.row_tokens,
+            num_anchors=self.config.anchors,
+            precision=self.config.precision,
         )
         self.named = list(self.drafter.named_parameters())
         self.parameters = [parameter for _, parameter in self.named]
@@ -87,7 +92,8 @@ class Trainer:
         dtype = self.compiled.compute_dtype
         self.embed_tokens = run.reader.frozen_embed_tokens().to(rank.device, dtype)
         tied = run.reader.manifest.tied_embeddings
-        self.lm_head = self.embed_tokens if tied else run.reader.frozen_lm_head().to(rank.device, dtype)
+        lm_head = self.embed_tokens if tied else run.reader.frozen_lm_head().to(rank.device, dtype)
+        self.lm_head = Fp8Head.quantise(lm_head) if self.config.precision == "fp8" else lm_head
         self.calibration = run.reader.calibration.for_decoding().to(rank.device)
         self.model: torch.nn.Module = self.compiled
         if rank.world > 1:

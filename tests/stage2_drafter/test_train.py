@@ -93,6 +93,7 @@ def test_step_equals_one_plain_loss_over_all_its_rows(
             torch.from_numpy(blocks.anchor),
         )
         labels, label_mask = torch.from_numpy(blocks.labels), torch.from_numpy(blocks.label_mask)
+        assert isinstance(twin.lm_head, torch.Tensor)
         ce = F.cross_entropy(hidden @ twin.lm_head.T, labels.flatten(), reduction="none").view(labels.shape)
         weights = block_weights(label_mask, 2.0) if loss == "decay" else dpace_weights(ce.detach(), label_mask, 0.5)
         all_ce.append(ce)
@@ -235,6 +236,7 @@ def test_exported_checkpoint_keeps_nothing_frozen(make_store: MakeStore, make_tr
     config = make_train_config(make_store(tied=False), steps=2)
     trainer = Trainer(prepare_run(config), Rank(), lambda line: None, lambda: False)
     config.run.mkdir()
+    assert isinstance(trainer.lm_head, torch.Tensor)
     embed_tokens, lm_head = trainer.embed_tokens.clone(), trainer.lm_head.clone()
     trainer.train()
     assert torch.equal(trainer.embed_tokens, embed_tokens) and not trainer.embed_tokens.requires_grad
