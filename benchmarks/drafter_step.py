@@ -31,11 +31,12 @@ import torch
 from torch import Tensor, nn
 
 from dflash_train.benchmarks.peers import StepInputs, StepShape, specforge_step, speculators_step
-from dflash_train.stage2_drafter.blocks import block_mask, make_blocks, sample_anchors
+from dflash_train.stage2_drafter.blocks import make_blocks, sample_anchors
 from dflash_train.stage2_drafter.compiled import CompiledDrafter
 from dflash_train.stage2_drafter.drafter import Drafter, DrafterConfig
 from dflash_train.stage2_drafter.fp8 import Fp8Head
 from dflash_train.stage2_drafter.loss import block_weights, frozen_head_cross_entropy, weighted_loss
+from dflash_train.stage2_drafter.mask_kernel import fused_block_mask
 
 _QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
 GEOMETRIES = {
@@ -211,7 +212,7 @@ def mask_milliseconds(row_tokens: int, num_anchors: int, block_size: int, repeat
     for _ in range(repeats):
         torch.cuda.synchronize()
         began = time.perf_counter()
-        block_mask(start, anchor, row_tokens, block_size)
+        fused_block_mask(start, anchor, row_tokens, block_size)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
     return statistics.median(times) * 1e3

@@ -1,7 +1,7 @@
 """The drafter compiled once, with proof that it stays so: flex_attention on CUDA, a dense mask through SDPA on the CPU.
 
-On CUDA each layer runs through one `torch.compile(fullgraph=True, dynamic=False)` function with the layer as an
-argument, so all layers share its code; the block mask is counted from its intervals by kernels of our own
+On CUDA three functions are compiled with `torch.compile(fullgraph=True, dynamic=False)`: the projection of the context, a
+layer, which is an argument, so that all layers share its code, and the last norm. The block mask is counted from its intervals by kernels of our own
 (`mask_kernel`), which need no compiler. Every shape is fixed when the object is made. `warm_up` runs one whole training step
 and one evaluation step of the caller, compares the number of compiled graphs with the number that follows from the
 layers, and then sets torch's stance `fail_on_recompile`, which is process-wide: from there on a compile raises.
@@ -123,6 +123,16 @@ def _run_layer(
     return out
 
 
+def _run_context(fc: nn.Linear, norm: nn.Module, features: Tensor) -> Tensor:
+    out: Tensor = norm(fc(features))
+    return out
+
+
+def _run_norm(norm: nn.Module, states: Tensor) -> Tensor:
+    out: Tensor = norm(states)
+    return out
+
+
 class CompiledDrafter(nn.Module):
     """The training and evaluation forward of a drafter at fixed shapes; wrap this, not the drafter, in DDP.
 
@@ -159,6 +169,8 @@ class CompiledDrafter(nn.Module):
         self._warm_up_seconds = 0.0
         self._graphs_before = self._graphs_after = 0
         self._compiled_layer: Callable[..., Tensor] = _run_layer
+        self._compiled_context: Callable[..., Tensor] = _run_context
+        self._compiled_norm: Callable[..., Tensor] = _run_norm
         self._product: Product = F.linear
         if precision == "fp8":
             check_fp8(self.device, (p for p in drafter.layers.parameters() if p.ndim == 2))
@@ -210,6 +222,8 @@ class CompiledDrafter(nn.Module):
         if "recompile_limit" in inspect.signature(torch.compile).parameters:  # not in torch 2.11
             options["recompile_limit"] = max(2, 2 * len(set(self.layer_kinds)))
         self._compiled_layer = torch.compile(_run_layer, **options)
+        self._compiled_context = torch.compile(_run_context, **options)
+        self._compiled_norm = torch.compile(_run_norm, **options)
 
     def forward(
         self,
@@ -230,7 +244,8 @@ class CompiledDrafter(nn.Module):
         with_gradient = torch.is_grad_enabled()
         masks = {kind: self._mask(kind, start, anchor) for kind in dict.fromkeys(self.layer_kinds)}
         with self._autocast():
-            context = self.drafter.project_context(features.to(self.compute_dtype)[None])
+            features = features.to(self.compute_dtype)[None]
+            context = self._compiled_context(self.drafter.fc, self.drafter.hidden_norm, features)
             positions = torch.cat((context_positions, noise_positions.reshape(-1)))
             cos, sin = self.drafter.rotary(positions[None])
             # The first layer's input requires a gradient as every other layer's does: one graph serves them all.
@@ -240,8 +255,7 @@ class CompiledDrafter(nn.Module):
                     states = self._compiled_layer(layer, states, context, cos, sin, masks[kind], self._product)
                 else:
                     states = layer(states, context, cos, sin, masks[kind])
-            out: Tensor = self.drafter.norm(states)[0]
-        return out
+            return self._compiled_norm(self.drafter.norm, states)[0]
 
     def _check_call(self, features: Tensor, noise: Tensor, start: Tensor, anchor: Tensor) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -279,10 +293,10 @@ class CompiledDrafter(nn.Module):
         return _dense_attend(dense_block_mask(start, anchor, *shape))
 
     def expected_graphs(self, *, evaluation: bool) -> int:
-        """Graphs that warm-up must make: one a kind of layer, and one more a kind with evaluation."""
+        """Graphs that warm-up must make: one a kind of layer, two for what stands around them, all twice with evaluation."""
         if not self.uses_flex:
             return 0
-        return len(set(self.layer_kinds)) * (2 if evaluation else 1)
+        return (len(set(self.layer_kinds)) + 2) * (2 if evaluation else 1)
 
     def warm_up(self, step: Callable[[], object], evaluate: Callable[[], object] | None = None) -> None:
         """Compile everything by one whole training step (forward and backward) and one evaluation step; then forbid it.

