@@ -14,6 +14,7 @@ tenth of the target's forward.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 from dataclasses import dataclass
@@ -121,12 +122,22 @@ class Encoding:
 
         if self.name == "bf16":
             return states.to(torch.bfloat16).contiguous().view(torch.int16), None
+        if self.name == "int8" and has_kernels(states):
+            from dflash_train.store.tap_encoder import TapEncoder
+
+            encoder = TapEncoder(self, calibration, torch.arange(states.shape[:-1].numel(), device=states.device))
+            for layer, layer_states in enumerate(states.view(*states.shape[:-1], self.num_layers, -1).unbind(-2)):
+                encoder.add(layer, layer_states)
+            features, scales, _ = encoder.finish()
+            assert scales is not None
+            return features.view(states.shape), scales.view(*states.shape[:-1], self.num_layers)
         values = self.fc_input(states, calibration)
         if self.is_projected:
             values = values / calibration.component_sizes()
         groups = values.view(*values.shape[:-1], self.num_scales, self.num_features // self.num_scales)
         limit = INT4_LIMIT if self.name == "projected-int4" else INT8_LIMIT
-        scales = groups.abs().amax(dim=-1) / limit
+        largest = groups.abs().amax(dim=-1)
+        scales = largest / torch.full_like(largest, limit)  # CUDA would multiply by the reciprocal of a plain number
         steps = torch.where(scales > 0, scales, torch.ones_like(scales))
         features = (groups / steps[..., None]).round_().clamp_(-limit, limit).to(torch.int8).flatten(-2)
         return _pack_int4(features) if self.name == "projected-int4" else features, scales
@@ -148,6 +159,11 @@ class Encoding:
         if self.is_projected:
             values = _unpack_int4(features, self.num_features) if self.name == "projected-int4" else features
             return torch.mul(values * scales, calibration.component_sizes(), out=result)
+        if has_kernels(features) and dtype in (torch.bfloat16, torch.float16, torch.float32):
+            from dflash_train.store import kernels
+
+            kernels.decode_int8(features.contiguous(), scales.contiguous(), result)
+            return result
         layers = (*features.shape[:-1], self.num_layers, self.hidden_size)
         torch.mul(features.view(layers), scales[..., None], out=result.view(layers))
         return result
@@ -182,6 +198,11 @@ class Encoding:
             return weight
         assert calibration.projection is not None, "projected encodings come with a projection"
         return weight @ calibration.projection.double().T
+
+
+def has_kernels(tensor: torch.Tensor) -> bool:
+    """Whether the Triton kernels can work on a tensor: CUDA builds of torch come with triton, on Linux."""
+    return tensor.is_cuda and importlib.util.find_spec("triton") is not None
 
 
 def _pack_int4(values: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,74 @@
+"""From tapped layers to what is stored, one layer at a time: no tensor of all layers' padded states is made.
+
+Shapes: B batch, T tokens, M = B * T, N tokens without padding, H hidden size, L tapped target layers, G scale groups.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dflash_train.store.encoding import Encoding, has_kernels
+
+if TYPE_CHECKING:
+    import torch
+
+    from dflash_train.store.calibration import Calibration
+
+
+class TapEncoder:
+    """Encodes a batch layer by layer, as the target taps them: real tokens of [B, T, H], N of them, without padding.
+
+    On CUDA the kernels of kernels.py read each layer where it lies and write what is stored; elsewhere, and for what a
+    projection needs of all layers at once, the real tokens are gathered first and `Encoding.encode` is called at the end.
+    """
+
+    def __init__(self, encoding: Encoding, calibration: Calibration, rows: torch.Tensor) -> None:
+        """rows, int64 [N], are the places of the real tokens among the B * T; outputs lie on their device."""
+        import torch
+
+        self.encoding = encoding
+        self.finite = rows.new_zeros((len(rows), encoding.num_layers), dtype=torch.bool)
+        self._calibration = calibration
+        self._rows = rows
+        self._states: torch.Tensor | None = None
+        """[N, L * H]: gathered states, or int8 features already."""
+        self._scales: torch.Tensor | None = None
+
+    def add(self, layer: int, states: torch.Tensor) -> None:
+        """Take the output [B, T, H] (or [M, H]) of tapped layer number `layer`; it may change once this returns."""
+        import torch
+
+        encoding, rows = self.encoding, self._rows
+        states = states.to(rows.device).reshape(-1, encoding.hidden_size)  # a target may lie on several devices
+        columns = slice(layer * encoding.hidden_size, (layer + 1) * encoding.hidden_size)
+        with_kernels = has_kernels(states)
+        if self._states is None:
+            dtype = {"bf16": torch.bfloat16, "int8": torch.int8 if with_kernels else states.dtype}.get(
+                encoding.name, states.dtype
+            )
+            self._states = states.new_empty((len(rows), encoding.num_states), dtype=dtype)
+            if encoding.name == "int8":
+                self._scales = states.new_empty((len(rows), encoding.num_layers), dtype=torch.float32)
+        out, finite = self._states[:, columns], self.finite[:, layer]
+        if not with_kernels:
+            gathered = states[rows]
+            out.copy_(gathered)
+            finite.copy_(gathered.isfinite().all(dim=-1))
+            return
+        from dflash_train.store import kernels
+
+        if encoding.name == "int8":
+            assert self._scales is not None
+            divisors = self._calibration.channel_scale[columns]
+            kernels.encode_int8(states, rows, divisors, out, self._scales[:, layer], finite)
+        else:
+            kernels.gather(states, rows, out, finite)
+
+    def finish(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Features [N, columns] as stored, scales [N, G] or None, and whether a token's state was finite, bool [N, L]."""
+        import torch
+
+        assert self._states is not None, "no layer was added"
+        if self.encoding.name == "int8" and self._states.dtype == torch.int8:
+            return self._states, self._scales, self.finite
+        return *self.encoding.encode(self._states, self._calibration), self.finite
