@@ -1,13 +1,17 @@
 """Batches of samples through the target: padded, run, stripped of padding, encoded, and on their way to host memory.
 
+Each tapped layer is encoded as soon as it has run. Copies go on a stream of their own into buffers that are made once
+(host_buffers.py): with `NUM_BUFFERS` of them one is filled, one waits and two are written.
+
 Shapes: B batch, T tokens, N tokens without padding, L tapped target layers, G scale groups.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,15 +19,23 @@ import torch
 from numpy.typing import NDArray
 
 from dflash_train.errors import InputError
+from dflash_train.stage1_target.host_buffers import HostBuffer, HostBuffers
+from dflash_train.stage1_target.overlap import Overlap
 from dflash_train.stage1_target.samples import SampleTable
 from dflash_train.stage1_target.target import Target
 from dflash_train.store.calibration import Calibration
 from dflash_train.store.encoding import Encoding
+from dflash_train.store.tap_encoder import TapEncoder
+from dflash_train.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
+NUM_BUFFERS = 4
+MAX_UNFIT_IN_A_ROW = 8
+"""So many samples that do not fit, one after the other, are no odd samples any more."""
 
-@dataclass(frozen=True)
+
+@dataclass(eq=False)
 class EncodedBatch:
     """Features of some samples in host memory, without padding."""
 
@@ -35,8 +47,40 @@ class EncodedBatch:
     """float32 [N, G]."""
     finite: torch.Tensor
     """bool [N, L]: whether a token's state of a tapped layer was finite."""
-    copied: Any
-    """CUDA event of the copy, None on a CPU."""
+    num_padded_tokens: int
+    """B * T."""
+    buffer: HostBuffer | None = None
+    """Where the tensors lie, to be given back once they are written; None on a CPU."""
+    buffers: HostBuffers | None = None
+    events: tuple[Any, Any, Any] | None = None
+    """CUDA events: the batch began, was encoded, is copied. None on a CPU."""
+    on_device: list[torch.Tensor] = field(default_factory=list)
+    """Sources of the copies, kept until they are complete."""
+
+    def wait(self, overlap: Overlap) -> None:
+        """Wait until the tensors are on the host."""
+        gpu_seconds = 0.0
+        if self.events is not None:
+            began, encoded, copied = self.events
+            with overlap.waiting("gpu"):
+                copied.synchronize()
+            gpu_seconds = began.elapsed_time(encoded) / 1e3
+        self.on_device.clear()
+        overlap.batch_ran(sum(self.lengths), self.num_padded_tokens, gpu_seconds)
+
+    def release(self) -> None:
+        """The tensors are written (or not wanted); a second call is fine."""
+        if self.buffer is not None and self.buffers is not None:
+            self.buffers.give_back(self.buffer)
+            self.buffer = None
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """A sample that the device's memory does not hold even alone."""
+
+    index: int
+    length: int
 
 
 def pad_right(samples: Sequence[NDArray[np.int32]]) -> torch.Tensor:
@@ -50,67 +94,143 @@ def pad_right(samples: Sequence[NDArray[np.int32]]) -> torch.Tensor:
 class Forwarder:
     """Runs batches of samples through the target and encodes the tapped states."""
 
-    def __init__(self, target: Target, encoding: Encoding, calibration: Calibration, table: SampleTable) -> None:
+    def __init__(
+        self,
+        target: Target,
+        encoding: Encoding,
+        calibration: Calibration,
+        table: SampleTable,
+        batch_tokens: int,
+        overlap: Overlap | None = None,
+    ) -> None:
         self._target = target
         self._encoding = encoding
         self._calibration = calibration.to(target.device)
         self._table = table
-        on_cuda = target.device.type == "cuda"
-        self._copies: Any = torch.cuda.Stream(target.device) if on_cuda else None  # type: ignore[no-untyped-call]
+        self._budget: int | None = None  # tokens with padding; None until memory was short
+        self._num_unfit = 0
+        self._overlap = overlap or Overlap()
+        self._copies: Any = None
+        self._buffers: HostBuffers | None = None
+        if target.device.type == "cuda":
+            self._copies = torch.cuda.Stream(target.device)  # type: ignore[no-untyped-call]
+            num_tokens = min(max(batch_tokens, int(table.lengths.max())), int(table.lengths.sum()))
+            self._buffers = HostBuffers(encoding, num_tokens, NUM_BUFFERS, pinned=True)
+            self._overlap.num_ring_bytes = self._buffers.num_bytes
+            logger.info(
+                "Host memory for batches on their way to disk: %d pinned buffers of %d tokens, %s in all.",
+                NUM_BUFFERS,
+                num_tokens,
+                format_bytes(self._buffers.num_bytes),
+            )
 
-    def run(self, indices: Sequence[int]) -> Iterator[EncodedBatch]:
-        """Encode the samples at `indices`; where the device's memory does not suffice, in halves.
+    def run(self, indices: Sequence[int]) -> Iterator[EncodedBatch | Unfit]:
+        """Encode the samples at `indices`.
 
-        Raises InputError where a single sample does not fit.
+        Where the device's memory does not suffice, the token budget is halved for the rest of the run and a batch above
+        it is run in parts. A sample that does not fit alone is given back as Unfit. Raises InputError where eight of them
+        follow one another.
         """
+        parts = deque(self._split(tuple(indices)))
+        while parts:
+            part = parts.popleft()
+            encoded = self._try(part)
+            if encoded is None and len(part) == 1:
+                encoded = self._try(part)  # everything else has left the device now
+            if encoded is not None:
+                self._num_unfit = 0
+                yield encoded
+            elif len(part) == 1:
+                yield self._unfit(part[0])
+            else:
+                self._budget = len(part) * int(self._table.lengths[list(part)].max()) // 2
+                logger.warning(
+                    "Out of device memory with %d samples: batches have at most %d tokens from here on. "
+                    "Lower --batch-tokens to start there.",
+                    len(part),
+                    self._budget,
+                )
+                parts.extendleft(reversed(self._split(part)))
+
+    def _split(self, indices: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Cut a batch into parts within the budget, or of one sample."""
+        if self._budget is None:
+            return [indices]
+        parts: list[tuple[int, ...]] = []
+        start = longest = 0
+        for position, index in enumerate(indices):
+            longest = max(longest, int(self._table.lengths[index]))
+            if position > start and (position - start + 1) * longest > self._budget:
+                parts.append(indices[start:position])
+                start, longest = position, int(self._table.lengths[index])
+        return [*parts, indices[start:]]
+
+    def _unfit(self, index: int) -> Unfit:
+        self._num_unfit += 1
+        length = int(self._table.lengths[index])
+        if self._num_unfit == MAX_UNFIT_IN_A_ROW:
+            raise InputError(
+                f"{MAX_UNFIT_IN_A_ROW} samples one after the other, the last of {length:,} tokens, do not fit into the "
+                "memory of the device even alone; lower --max-tokens, or free the device."
+            )
+        return Unfit(index, length)
+
+    def _try(self, indices: tuple[int, ...]) -> EncodedBatch | None:
+        """Run one batch; None, with the device's memory cleared, where it was out of memory."""
         try:
-            encoded = self._run(tuple(indices))
-        except torch.OutOfMemoryError as error:
-            if len(indices) == 1:
-                length = int(self._table.lengths[indices[0]])
-                raise InputError(
-                    f"A sample of {length:,} tokens does not fit into the memory of the device; lower --max-tokens."
-                ) from error
-            encoded = None
-        if encoded is not None:
-            yield encoded
-            return
+            return self._run(indices)
+        except torch.OutOfMemoryError:
+            pass
         # outside the except clause: there the traceback would keep the failed batch's tensors alive
         if self._target.device.type == "cuda":
+            torch.cuda.synchronize(self._target.device)
             torch.cuda.empty_cache()
-        half = len(indices) // 2
-        logger.warning("Out of device memory with %d samples; going on in halves. Lower --batch-tokens.", len(indices))
-        yield from self.run(indices[:half])
-        yield from self.run(indices[half:])
+        return None
 
     def _run(self, indices: tuple[int, ...]) -> EncodedBatch:
         samples = [self._table.sample(index)[2] for index in indices]
         lengths = tuple(map(len, samples))
         token_ids = pad_right(samples)
+        num_padded = token_ids.numel()
         valid = torch.arange(token_ids.shape[1])[None, :] < torch.tensor(lengths)[:, None]
-        rows = self._to_device(valid.flatten().nonzero()[:, 0])
-        tokens = self._target.hidden_states(self._to_device(token_ids)).flatten(0, 1)[rows]
-        layers = tokens.view(len(tokens), self._encoding.num_layers, self._encoding.hidden_size)
-        finite = layers.sum(-1, dtype=torch.float32).isfinite()  # a sum needs no mask as large as the states
-        features, scales = self._encoding.encode(tokens, self._calibration)
-        if self._copies is None:
-            return EncodedBatch(indices, lengths, features, scales, finite, None)
-        self._copies.wait_stream(torch.cuda.current_stream())
+        began = self._event()
+        encoder = TapEncoder(self._encoding, self._calibration, self._to_device(valid.flatten().nonzero()[:, 0]))
+        self._target.run_taps(self._to_device(token_ids), encoder.add)
+        features, scales, finite = encoder.finish()
+        encoded = self._event()
+        if self._buffers is None:
+            return EncodedBatch(indices, lengths, features, scales, finite, num_padded)
+        with self._overlap.waiting("writer"):
+            buffer = self._buffers.take()
+        self._copies.wait_event(encoded)
+        num_tokens = sum(lengths)
+        sources = [features, finite] if scales is None else [features, finite, scales]
+        places = [buffer.features[:num_tokens], buffer.finite[:num_tokens], buffer.scales[:num_tokens]]
         with torch.cuda.stream(self._copies):
-            on_host = [self._to_host(tensor) for tensor in (features, scales, finite)]
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record(self._copies)
-        return EncodedBatch(indices, lengths, on_host[0], on_host[1], on_host[2], copied)  # type: ignore[arg-type]
+            for place, source in zip(places, sources, strict=False):
+                place.copy_(source, non_blocking=True)
+            copied = self._event()
+        return EncodedBatch(
+            indices,
+            lengths,
+            places[0],
+            None if scales is None else places[2],
+            places[1],
+            num_padded,
+            buffer,
+            self._buffers,
+            (began, encoded, copied),
+            sources,
+        )
+
+    def _event(self) -> Any:
+        """A timed event in the current stream; None on a CPU."""
+        if self._copies is None:
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy to the device without waiting for the batch that still runs there (from pageable memory it would)."""
         return tensor if self._copies is None else tensor.pin_memory().to(self._target.device, non_blocking=True)
-
-    def _to_host(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """Start the copy of a device tensor into pinned memory (torch reuses the blocks of earlier batches)."""
-        if tensor is None:
-            return None
-        on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        on_host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._copies)
-        return on_host

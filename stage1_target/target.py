@@ -1,7 +1,7 @@
 """The frozen target: load it, tap its decoder layers, stop after the last tap.
 
-A forward for stage 1 needs the residual stream after a few layers and nothing above them, so hooks copy the tapped
-layers' outputs into one tensor and the hook of the last tap ends the forward. Rows are padded on the right and no
+A forward for stage 1 needs the residual stream after a few layers and nothing above them, so hooks hand the
+tapped layers' outputs on and the hook of the last tap ends the forward. Rows are padded on the right and no
 attention mask is given: under causal attention a real token never sees padding, so the fast causal kernel applies
 (measured on one H200, random Qwen3-8B, 8 x 2048 tokens: 33,372 tokens/s against 28,544 with a padding mask and all
 hidden states).
@@ -16,7 +16,7 @@ import importlib.util
 import io
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -229,27 +229,37 @@ class Target:
 
         Rows shorter than T are padded on the right with any token id; the states there mean nothing.
         """
-        num_rows, num_tokens = token_ids.shape
-        hidden_size = self.hidden_size
-        states = torch.empty(
-            num_rows, num_tokens, len(self.target_layer_ids) * hidden_size, dtype=self.dtype, device=self.device
-        )
+        num_layers, hidden_size = len(self.target_layer_ids), self.hidden_size
+        states = torch.empty(*token_ids.shape, num_layers * hidden_size, dtype=self.dtype, device=self.device)
 
-        def tap(index: int) -> Any:
+        def tap(layer: int, output: Tensor) -> None:
+            states[..., layer * hidden_size : (layer + 1) * hidden_size].copy_(output)
+
+        self.run_taps(token_ids, tap)
+        return states
+
+    def run_taps(self, token_ids: Tensor, tap: Callable[[int, Tensor], None]) -> None:
+        """Run token_ids as `hidden_states` does and call tap(number of the tap, its output [B, T, H]) at each tapped layer.
+
+        The output may be overwritten by the next layer: what is to stay must be copied before tap returns.
+        """
+
+        def hook_of(number: int) -> Any:
             def hook(_module: nn.Module, _arguments: Any, output: Any) -> None:
-                layer_output = output if isinstance(output, torch.Tensor) else output[0]
-                states[..., index * hidden_size : (index + 1) * hidden_size].copy_(layer_output)
-                if index == len(self.target_layer_ids) - 1:
+                tap(number, output if isinstance(output, torch.Tensor) else output[0])
+                if number == len(self.target_layer_ids) - 1:
                     raise _LastTapReached
 
             return hook
 
-        handles = [self.layers[i].register_forward_hook(tap(index)) for index, i in enumerate(self.target_layer_ids)]
+        handles = [
+            self.layers[i].register_forward_hook(hook_of(number)) for number, i in enumerate(self.target_layer_ids)
+        ]
         try:
             with torch.no_grad():
-                self.decoder(input_ids=token_ids.to(self.device), use_cache=False)
+                self.decoder(input_ids=token_ids.to(self.device, non_blocking=True), use_cache=False)
         except _LastTapReached:
-            return states
+            return
         finally:
             for handle in handles:
                 handle.remove()

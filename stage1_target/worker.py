@@ -1,11 +1,11 @@
 """One extract worker: batch → hidden states → encoded features → segment, on one device.
 
 The main thread alone uses torch: it runs the target, encodes on the device and starts the copy to host memory; while
-the next batch runs, a writer thread appends the last one to the open segment (numpy and file writes only). At most two
-batches wait between them. Host memory: four encoded batches (4 x 16,384 tokens x 40,960 bytes = 2.7 GB for Qwen3-8B in
-bf16), pinned on CUDA; device memory: the target, and the raw and encoded states of one batch.
+the next batch runs, writer threads append earlier ones to open segments (numpy and file writes only). Host memory: four
+buffers of one encoded batch each (4 x 16,384 tokens x 40,960 bytes = 2.7 GB for Qwen3-8B in bf16, half of it in int8),
+pinned on CUDA and made once; device memory: the target, what a batch needs to run, and two encoded batches.
 
-Shapes: B batch, T tokens, N tokens without padding, L tapped target layers, H hidden size, F features a token.
+Shapes: B batch, T tokens.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from dflash_train.errors import InputError
 from dflash_train.stage1_target import messages
 from dflash_train.stage1_target.calibration import calibrate, calibration_of, draw_samples
 from dflash_train.stage1_target.extract_config import ExtractConfig
-from dflash_train.stage1_target.forward import EncodedBatch, Forwarder, pad_right
+from dflash_train.stage1_target.forward import EncodedBatch, Forwarder, Unfit, pad_right
 from dflash_train.stage1_target.identity import build_manifest, check_target, frozen_target
+from dflash_train.stage1_target.overlap import Overlap
 from dflash_train.stage1_target.projection import fit_projection
 from dflash_train.stage1_target.samples import SampleTable
 from dflash_train.stage1_target.schedule import plan_batches
 from dflash_train.stage1_target.target import Target, load_target
-from dflash_train.stage1_target.writer import StoreWriter
+from dflash_train.stage1_target.writer import GPU_THREADS, StoreWriter
 from dflash_train.store.calibration import Calibration
 from dflash_train.store.creation import create_store
 from dflash_train.store.encoding import Encoding
@@ -81,36 +82,39 @@ def _work(
         return
     reader = StoreReader(config.store, segments=())
     check_target(reader, target, encoding)
-    forwarder = Forwarder(target, encoding, reader.calibration, table)
-    writer = StoreWriter(config, encoding, table, attributes, send)
+    overlap = Overlap()
+    forwarder = Forwarder(target, encoding, reader.calibration, table, config.batch_tokens, overlap)
+    num_threads = GPU_THREADS if target.device.type == "cuda" else 1
+    writer = StoreWriter(config, encoding, table, attributes, send, num_threads, overlap)
     send(messages.Ready())
-    waiting: tuple[int, list[EncodedBatch]] | None = None  # number of a batch, and what of it is on its way to the host
+    waiting: list[EncodedBatch | Unfit] = []  # parts of a batch on their way to the host
+    ran: list[int] = []  # the number of the batch, once all its parts are waiting
 
     def hand_over() -> None:
-        nonlocal waiting
-        if waiting is not None:
-            number, encoded = waiting
-            waiting = None
-            for part in encoded:
-                if part.copied is not None:
-                    part.copied.synchronize()
-                writer.put(part)
+        for part in waiting:
+            if isinstance(part, EncodedBatch):
+                part.wait(overlap)
+            writer.put(part)
+        for number in ran:
             send(messages.Ran(number))
+        waiting.clear()
+        ran.clear()
 
     while True:
         if not connection.poll(0):
             hand_over()
-            while not connection.poll(POLL_SECONDS):
-                writer.check()
+            with overlap.waiting("parent"):
+                while not connection.poll(POLL_SECONDS):
+                    writer.check()
         command = connection.recv()
         if isinstance(command, messages.Run):
-            parts: list[EncodedBatch] = []
             for part in forwarder.run(command.indices):
-                hand_over()
-                parts.append(part)
-            waiting = (command.number, parts)
+                hand_over()  # what ran before this part, while it runs
+                waiting.append(part)
+            ran.append(command.number)
         elif isinstance(command, messages.Finish):
             hand_over()
+            logger.info("%s", overlap.line())
             writer.close()
             return
         else:

@@ -1,18 +1,26 @@
-"""The writer thread of a worker: numpy and file writes only, so that the main thread alone uses torch."""
+"""The writer threads of a worker: numpy and file writes only, so that the main thread alone uses torch.
+
+Each thread has a segment of its own, takes the next waiting batch, appends it, and commits its segment when that is full
+or old: while one waits for the disk's fsync, another writes, and a copy into the page cache, which the kernel does one at
+a time for each file, runs in both. So that they do not commit at once, the first segment of each is cut short by its
+share. What a kill can lose is bounded as with one thread: no open segment is older than `segment_seconds`.
+"""
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from dflash_train.stage1_target import messages
 from dflash_train.stage1_target.extract_config import ExtractConfig
-from dflash_train.stage1_target.forward import EncodedBatch
+from dflash_train.stage1_target.forward import EncodedBatch, Unfit
+from dflash_train.stage1_target.overlap import Overlap
 from dflash_train.stage1_target.samples import SampleTable
 from dflash_train.store.encoding import Encoding
 from dflash_train.store.manifest import format_id
@@ -22,10 +30,27 @@ logger = logging.getLogger(__name__)
 
 WAITING_BATCHES = 2
 POLL_SECONDS = 0.5
+GPU_THREADS = 2
+"""Writer threads of a worker on a GPU; one keeps up with a CPU."""
+
+Item = EncodedBatch | Unfit | messages.Quarantine
+
+
+@dataclass
+class _Open:
+    """The open segment of one thread, and what of the parent's work it holds."""
+
+    share: float
+    """Of a full segment's size and age, at which this one is committed."""
+    commits: int = 0
+    """Of the commits that were asked for, how many this thread has seen to."""
+    segment: SegmentWriter | None = None
+    indices: list[int] = field(default_factory=list)
+    num_entries: int = 0
 
 
 class StoreWriter:
-    """The writer thread: appends encoded batches to the open segment and commits it when it is full or old."""
+    """Appends encoded batches to open segments and commits them when they are full or old."""
 
     def __init__(
         self,
@@ -34,68 +59,117 @@ class StoreWriter:
         table: SampleTable,
         attributes: dict[str, Any],
         report: Callable[[messages.Committed], None],
+        num_threads: int = 1,
+        overlap: Overlap | None = None,
     ) -> None:
         self._config = config
         self._encoding = encoding
         self._table = table
         self._attributes = attributes
         self._report = report
-        self._queue: queue.Queue[EncodedBatch | messages.Quarantine | messages.Commit | None] = queue.Queue(
-            WAITING_BATCHES
-        )
-        self._segment: SegmentWriter | None = None
-        self._indices: list[int] = []
-        self._num_entries = 0
+        self._overlap = overlap or Overlap()
+        self._changed = threading.Condition()
+        self._waiting: deque[Item] = deque()
+        self._commits = 0  # asked for
+        self._closed = False
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(
+                target=self._run,
+                args=(str(number), _Open((number + 1) / num_threads)),
+                name=f"writer-{number}",
+                daemon=True,
+            )
+            for number in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def put(self, item: EncodedBatch | messages.Quarantine | messages.Commit) -> None:
-        """Hand over a batch whose copy is complete, or a command; waits while two are waiting. Raises what writing raised."""
-        self.check()
-        self._queue.put(item)
+    def put(self, item: Item | messages.Commit) -> None:
+        """Hand over a batch whose copy is complete, or a command; waits while two are waiting. Raises what writing raised.
+
+        A Commit commits everything that was put before it.
+        """
+        with self._changed, self._overlap.waiting("writer"):
+            while len(self._waiting) >= WAITING_BATCHES and self._error is None:
+                self._changed.wait()
+            self.check()
+            if isinstance(item, messages.Commit):
+                self._commits += 1
+            else:
+                self._waiting.append(item)
+            self._changed.notify_all()
 
     def check(self) -> None:
-        """Raise what the thread raised."""
+        """Raise what a thread raised."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Write what waits, commit the open segment and end the thread."""
-        self.check()
-        self._queue.put(None)
-        self._thread.join()
+        """Write what waits, commit the open segments and end the threads."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
         self.check()
 
-    def _run(self) -> None:
+    def _run(self, name: str, opened: _Open) -> None:
         try:
             while True:
-                try:
-                    item = self._queue.get(timeout=POLL_SECONDS)
-                except queue.Empty:
-                    self._commit_if_due()
-                    continue
-                if isinstance(item, EncodedBatch):
-                    self._append(item)
-                elif isinstance(item, messages.Quarantine):
-                    for entry in item.entries:
-                        self._open().quarantine(entry)
-                    self._num_entries += len(item.entries)
-                else:
-                    self._commit()
-                    if item is None:
-                        return
+                item, commit, end = self._next(opened)
+                if item is not None:
+                    self._take(name, opened, item)
+                if commit or end or self._is_due(opened):
+                    self._commit(name, opened)
+                if end:
+                    return
         except BaseException as error:  # noqa: BLE001 - raised again in the main thread
-            self._error = error
-            while self._queue.get() is not None:  # never leave the main thread waiting
-                pass
+            with self._changed:
+                self._error = self._error or error
+                while self._waiting:  # never leave the main thread waiting for a buffer
+                    _release(self._waiting.popleft())
+                self._changed.notify_all()
+            if opened.segment is not None:
+                opened.segment.abandon()
 
-    def _open(self) -> SegmentWriter:
-        if self._segment is None:
-            self._segment = SegmentWriter(self._config.store, self._encoding, self._attributes)
-        return self._segment
+    def _next(self, opened: _Open) -> tuple[Item | None, bool, bool]:
+        """(what to write, whether to commit, whether to end): what waits goes first. Nothing at all after a while."""
+        with self._changed:
+            for attempt in range(2):
+                if self._error is not None:
+                    raise self._error
+                if self._waiting:
+                    item = self._waiting.popleft()
+                    self._changed.notify_all()
+                    return item, False, False
+                if opened.commits < self._commits or self._closed:
+                    opened.commits = self._commits
+                    return None, True, self._closed
+                if attempt == 0:
+                    self._changed.wait(POLL_SECONDS)
+        return None, False, False
 
-    def _append(self, batch: EncodedBatch) -> None:
+    def _take(self, name: str, opened: _Open, item: Item) -> None:
+        if isinstance(item, EncodedBatch):
+            try:
+                self._append(name, opened, item)
+            finally:
+                item.release()
+        elif isinstance(item, Unfit):
+            reason = f"{item.length} tokens do not fit into the device's memory, even alone"
+            self._quarantine(opened, item.index, reason)
+        else:
+            for entry in item.entries:
+                self._open(opened).quarantine(entry)
+            opened.num_entries += len(item.entries)
+
+    def _open(self, opened: _Open) -> SegmentWriter:
+        if opened.segment is None:
+            opened.segment = SegmentWriter(self._config.store, self._encoding, self._attributes)
+        return opened.segment
+
+    def _append(self, name: str, opened: _Open, batch: EncodedBatch) -> None:
         features = batch.features.numpy()
         scales = None if batch.scales is None else batch.scales.numpy()
         finite = batch.finite.numpy()
@@ -103,42 +177,53 @@ class StoreWriter:
         for index, length in zip(batch.indices, batch.lengths, strict=True):
             rows = slice(start, start + length)
             start += length
-            sample_id, group, token_ids, loss_mask = self._table.sample(index)
-            segment = self._open()
             if finite[rows].all():
-                segment.append(
-                    sample_id, group, token_ids, loss_mask, features[rows], None if scales is None else scales[rows]
-                )
+                sample_id, group, token_ids, loss_mask = self._table.sample(index)
+                sample_scales = None if scales is None else scales[rows]
+                with self._overlap.busy(f"writer {name}"):
+                    self._open(opened).append(sample_id, group, token_ids, loss_mask, features[rows], sample_scales)
+                opened.indices.append(index)
+                self._overlap.wrote(name, length * self._encoding.bytes_per_token)
             else:
                 position, layer = (int(number) for number in np.argwhere(~finite[rows])[0])
-                layer_id = self._layer_id(layer)
-                reason = f"hidden state of layer {layer_id} is not finite at token {position} of {length}"
-                segment.quarantine({"id": format_id(sample_id), "row": None, "reason": reason})
-                logger.warning("Sample %s: %s.", format_id(sample_id), reason)
-            self._indices.append(index)
-            self._commit_if_due()
+                reason = f"hidden state of layer {self._layer_id(layer)} is not finite at token {position} of {length}"
+                self._quarantine(opened, index, reason)
+            if self._is_due(opened):
+                self._commit(name, opened)
+
+    def _quarantine(self, opened: _Open, index: int, reason: str) -> None:
+        sample_id = format_id(int(self._table.ids[index]))
+        self._open(opened).quarantine({"id": sample_id, "row": None, "reason": reason})
+        opened.indices.append(index)
+        logger.warning("Sample %s: %s.", sample_id, reason)
 
     def _layer_id(self, position: int) -> int:
         ids = self._config.target_layer_ids
         assert ids is not None, "the parent fills in the layers"
         return ids[position]
 
-    def _commit_if_due(self) -> None:
-        segment = self._segment
-        if segment is not None and (
-            segment.num_bytes >= self._config.segment_bytes or segment.age_seconds >= self._config.segment_seconds
-        ):
-            self._commit()
+    def _is_due(self, opened: _Open) -> bool:
+        segment, share = opened.segment, opened.share
+        return segment is not None and (
+            segment.num_bytes >= share * self._config.segment_bytes
+            or segment.age_seconds >= share * self._config.segment_seconds
+        )
 
-    def _commit(self) -> None:
-        segment, indices, num_entries = self._segment, tuple(self._indices), self._num_entries
+    def _commit(self, name: str, opened: _Open) -> None:
+        segment, indices, num_entries = opened.segment, tuple(opened.indices), opened.num_entries
         if segment is None:
             return
         num_tokens, num_bytes = segment.num_tokens, segment.num_bytes
-        segment_id = segment.commit()
-        self._segment, self._indices, self._num_entries = None, [], 0
+        with self._overlap.busy(f"commit {name}"):
+            segment_id = segment.commit()
+        opened.segment, opened.indices, opened.num_entries, opened.share = None, [], 0, 1.0
         if segment_id is not None:
             logger.info("Committed segment %s: %d samples, %d tokens.", segment_id, segment.num_samples, num_tokens)
             self._report(
                 messages.Committed(segment_id, indices, segment.num_samples, num_tokens, num_bytes, num_entries)
             )
+
+
+def _release(item: Item) -> None:
+    if isinstance(item, EncodedBatch):
+        item.release()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -379,7 +379,7 @@ def opened(
     prepared = preparation.prepare(config, lambda _event: None)
     encoding = make_encoding("bf16", 2, 32)
     worker._create(prepared.config, target, encoding, prepared.table)
-    forwarder = Forwarder(target, encoding, StoreReader(config.store).calibration, prepared.table)
+    forwarder = Forwarder(target, encoding, StoreReader(config.store).calibration, prepared.table, config.batch_tokens)
     yield prepared.config, prepared.table, forwarder
 
 
@@ -404,15 +404,17 @@ def test_states_that_are_not_finite_put_the_sample_into_quarantine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config, table, forwarder = opened
-    hidden_states = Target.hidden_states
+    run_taps = Target.run_taps
 
-    def broken(self: Target, token_ids: torch.Tensor) -> torch.Tensor:
-        states = hidden_states(self, token_ids)
-        states[1, 7, 32 + 5] = float("nan")
-        states[1, 9, 0] = float("inf")
-        return states
+    def broken(self: Target, token_ids: torch.Tensor, tap: Callable[[int, torch.Tensor], None]) -> None:
+        def broken_tap(layer: int, states: torch.Tensor) -> None:
+            states = states.clone()
+            states[1, 7 if layer else 9, 5] = float("nan" if layer else "inf")
+            tap(layer, states)
 
-    monkeypatch.setattr(Target, "hidden_states", broken)
+        run_taps(self, token_ids, broken_tap)
+
+    monkeypatch.setattr(Target, "run_taps", broken)
     batches = list(forwarder.run([0, 1, 2]))
     committed, reader = write(config, table, batches)
     assert reader.samples["id"].tolist() == [table.ids[0], table.ids[2]]
@@ -424,29 +426,87 @@ def test_states_that_are_not_finite_put_the_sample_into_quarantine(
     assert np.flatnonzero(done).tolist() == [0, 1, 2], "a resume does not try it again"
 
 
-def test_out_of_memory_goes_on_in_halves(
+def test_out_of_memory_halves_the_token_budget_for_the_rest_of_the_run(
     opened: tuple[ExtractConfig, SampleTable, Forwarder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, table, forwarder = opened
-    hidden_states = Target.hidden_states
-    sizes: list[int] = []
-    limit = 2
+    run_taps = Target.run_taps
+    shapes: list[tuple[int, ...]] = []
+    longest = int(table.lengths[4:9].max())
+    room = 2 * longest
 
-    def small(self: Target, token_ids: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(token_ids))
-        if len(token_ids) > limit:
+    def small(self: Target, token_ids: torch.Tensor, tap: Any) -> None:
+        shapes.append(tuple(token_ids.shape))
+        if token_ids.numel() > room:
             raise torch.OutOfMemoryError
-        return hidden_states(self, token_ids)
+        run_taps(self, token_ids, tap)
 
-    whole = next(iter(forwarder.run([4, 5, 6, 7, 8])))
-    monkeypatch.setattr(Target, "hidden_states", small)
-    parts = list(forwarder.run([4, 5, 6, 7, 8]))
-    assert sizes == [5, 2, 3, 1, 2] and [part.indices for part in parts] == [(4, 5), (6,), (7, 8)]
+    def run(indices: list[int]) -> list[EncodedBatch]:
+        parts = list(forwarder.run(indices))
+        assert all(isinstance(part, EncodedBatch) for part in parts)
+        return cast(list[EncodedBatch], parts)
+
+    [whole] = run([4, 5, 6, 7, 8])
+    monkeypatch.setattr(Target, "run_taps", small)
+    parts = run([4, 5, 6, 7, 8])
+    assert shapes[0] == (5, longest) and [index for part in parts for index in part.indices] == [4, 5, 6, 7, 8]
+    num_short = sum(rows * tokens > room for rows, tokens in shapes)
+    assert 1 <= num_short <= 2, "5 longest samples, then 2.5 or 1.25 of them"
     assert torch.equal(whole.finite, torch.cat([part.finite for part in parts]))
     assert len(whole.features) == sum(len(part.features) for part in parts)
-    limit = 0
-    with pytest.raises(InputError, match=f"A sample of {table.lengths[4]} tokens does not fit"):
-        list(forwarder.run([4]))
+    shapes.clear()
+    run([8, 7, 6, 5, 4])
+    assert len(shapes) > 1 and all(rows * tokens <= room for rows, tokens in shapes), "no batch is too large again"
+
+
+def test_a_sample_that_does_not_fit_alone_is_quarantined_and_many_of_them_end_the_run(
+    opened: tuple[ExtractConfig, SampleTable, Forwarder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, table, forwarder = opened
+    run_taps = Target.run_taps
+    longest = int(table.lengths[:8].max())
+    index = int(table.lengths[:8].argmax())
+
+    def small(self: Target, token_ids: torch.Tensor, tap: Any) -> None:
+        if token_ids.shape[1] >= longest:
+            raise torch.OutOfMemoryError
+        run_taps(self, token_ids, tap)
+
+    monkeypatch.setattr(Target, "run_taps", small)
+    _, reader = write(config, table, list(forwarder.run(range(8))))
+    fitting = [int(table.ids[other]) for other in range(8) if table.lengths[other] < longest]
+    assert sorted(reader.samples["id"].tolist()) == sorted(fitting) and len(fitting) == 7
+    reason = f"{longest} tokens do not fit into the device's memory, even alone"
+    assert reader.quarantined() == [{"id": format_id(int(table.ids[index])), "row": None, "reason": reason}]
+    longest = 1
+    with pytest.raises(InputError, match="8 samples one after the other, the last of [0-9]+ tokens, do not fit"):
+        list(forwarder.run(range(20)))
+
+
+def test_two_writer_threads_store_each_sample_once_and_commit_what_was_asked(
+    opened: tuple[ExtractConfig, SampleTable, Forwarder],
+) -> None:
+    config, table, forwarder = opened
+    committed: list[messages.Committed] = []
+    store_writer = StoreWriter(config, make_encoding("bf16", 2, 32), table, {}, committed.append, num_threads=2)
+    for index in range(40):
+        for part in forwarder.run([index]):
+            store_writer.put(part)
+    store_writer.put(messages.Quarantine([{"id": None, "row": 7, "reason": "none"}]))
+    store_writer.put(messages.Commit())
+    deadline = time.monotonic() + 20
+    while sum(len(message.indices) for message in committed) < 40 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sorted(index for message in committed for index in message.indices) == list(range(40))
+    for part in forwarder.run([40]):
+        store_writer.put(part)
+    store_writer.close()
+    assert sorted(index for message in committed for index in message.indices) == list(range(41))
+    assert sum(message.num_entries for message in committed) == 1
+    reader = StoreReader(config.store)
+    assert len(reader.samples) == 41 and reader.num_duplicates == 0
+    assert reader.quarantined() == [{"id": None, "row": 7, "reason": "none"}]
+    assert verify_store(config.store).problems == []
 
 
 def test_a_full_disk_is_one_sentence_and_commits_nothing(
