@@ -58,6 +58,12 @@ from dflash_train.units import format_duration
 @click.option("--max-tokens", default=4096, show_default=True, help="Longer samples are cut at the tail, and counted.")
 @click.option("--max-samples", type=int, help="Take only the first rows of the data set.")
 @click.option("--batch-tokens", default=16_384, show_default=True, help="Tokens of one forward, padding included.")
+@click.option(
+    "--compile-target/--no-compile-target",
+    default=False,
+    show_default=True,
+    help="Compile the target's layers: quicker batches after half a minute more at the start.",
+)
 @click.option("--segment-bytes", default=2_000_000_000, show_default=True, help="A segment is committed at this size …")
 @click.option("--segment-seconds", default=300.0, show_default=True, help="… or at this age: the most a kill can lose.")
 @click.option(

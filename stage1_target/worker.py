@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_train.errors import InputError
 from dflash_train.stage1_target import messages
 from dflash_train.stage1_target.calibration import calibrate, calibration_of, draw_samples
+from dflash_train.stage1_target.compiled_target import compile_layers
 from dflash_train.stage1_target.extract_config import ExtractConfig
 from dflash_train.stage1_target.forward import EncodedBatch, Forwarder, Unfit, pad_right
 from dflash_train.stage1_target.identity import build_manifest, check_target, frozen_target
@@ -82,6 +83,8 @@ def _work(
         return
     reader = StoreReader(config.store, segments=())
     check_target(reader, target, encoding)
+    if config.compile_target:
+        compile_layers(target, config.batch_tokens, int(table.lengths.max()))
     overlap = Overlap()
     forwarder = Forwarder(target, encoding, reader.calibration, table, config.batch_tokens, overlap)
     num_threads = GPU_THREADS if target.device.type == "cuda" else 1
