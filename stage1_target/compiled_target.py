@@ -47,7 +47,7 @@ def compile_layers(target: Target, batch_tokens: int, max_tokens: int, backend: 
     try:
         while not _warm_up(target, num_tokens):
             num_tokens = max(SMALLEST, num_tokens // 2)
-    except Exception as error:  # what a compiler raises has as many types as it has parts
+    except Exception as error:  # noqa: BLE001 - what a compiler raises has as many types as it has parts
         for layer in layers:
             del layer.forward
         torch.compiler.reset()

@@ -1,7 +1,7 @@
 """What limits a worker: how long its main thread waited for what, how busy GPU and writers were, all over one window.
 
 The window opens when the second batch has run (compilers, allocators and caches are warm then) and closes with the last
-one, so loading, calibration, warm-up and the last commit are left out. GPU time is taken between two events around each
+one, so loading, calibration and warm-up are left out; the last commit is counted apart. GPU time is taken between two events around each
 batch; the rest of the window the GPU was idle. The worker logs one line at its end, which benchmarks/extract.py reads.
 """
 
@@ -29,7 +29,7 @@ class Overlap:
         self._waited: dict[str, float] = {}
         self._busy: dict[str, float] = {}
         self._written: dict[str, int] = {}
-        self._began = self._ended = time.perf_counter()
+        self._began = self._ended = self._closed = 0.0
         self._clear()
 
     def _clear(self) -> None:
@@ -38,7 +38,7 @@ class Overlap:
         self._waited = defaultdict(float)
         self._busy = defaultdict(float)
         self._written = defaultdict(int)
-        self._began = self._ended = time.perf_counter()
+        self._began = self._ended = self._closed = time.perf_counter()
 
     @contextmanager
     def waiting(self, reason: str) -> Iterator[None]:
@@ -71,7 +71,11 @@ class Overlap:
         self.num_tokens += num_tokens
         self.num_padded_tokens += num_padded_tokens
         self.gpu_seconds += gpu_seconds
-        self._ended = time.perf_counter()
+        self._ended = self._closed = time.perf_counter()
+
+    def closed(self) -> None:
+        """Everything is committed."""
+        self._closed = time.perf_counter()
 
     def summary(self) -> dict[str, Any]:
         """Shares of the window, rates, and what limits; JSON-able."""
@@ -85,6 +89,7 @@ class Overlap:
             "seconds": round(seconds, 3),
             "tokens": self.num_tokens,
             "tokens_per_second": round(self.num_tokens / seconds),
+            "tokens_per_second_with_last_commit": round(self.num_tokens / max(self._closed - self._began, 1e-9)),
             "padding": round(1 - self.num_tokens / max(1, self.num_padded_tokens), 4),
             "gpu_busy": round(gpu, 3),
             "waited_for_gpu": round(self._waited["gpu"] / seconds, 3),

@@ -117,8 +117,9 @@ def _work(
             ran.append(command.number)
         elif isinstance(command, messages.Finish):
             hand_over()
-            logger.info("%s", overlap.line())
             writer.close()
+            overlap.closed()
+            logger.info("%s", overlap.line())
             return
         else:
             hand_over()

@@ -126,7 +126,9 @@ class Encoding:
             from dflash_train.store.tap_encoder import TapEncoder
 
             encoder = TapEncoder(self, calibration, torch.arange(states.shape[:-1].numel(), device=states.device))
-            for layer, layer_states in enumerate(states.reshape(*states.shape[:-1], self.num_layers, self.hidden_size).unbind(-2)):
+            for layer, layer_states in enumerate(
+                states.reshape(*states.shape[:-1], self.num_layers, self.hidden_size).unbind(-2)
+            ):
                 encoder.add(layer, layer_states)
             features, scales, _ = encoder.finish()
             assert scales is not None

@@ -1,0 +1,359 @@
+"""`dflash extract` against bare forwards of the same batches: tokens per second, and what limits.
+
+    python benchmarks/extract.py --geometry qwen3-8b --json extract.json
+
+Makes a target of a named geometry with random weights (on the device, saved once to --ram, with a tokenizer of bytes:
+nothing is downloaded) and samples of seeded random tokens with lognormal lengths. Then, on the same batches:
+
+- in one process: the forward with a padding mask and output_hidden_states (all layers, final norm, no head), the forward
+  that stops after the last tap, and the same compiled;
+- the command itself, in each encoding, to --ram and to --folder: schedule, forward, encoding, copy, write, commit.
+
+All rates count real tokens, not padding. A command's rate is that of its worker from its second batch to its last (its
+log has it): without imports, loading, calibration and compilation, which «whole» includes; «with last commit» adds the time from
+the last batch to the end of the last commit. Variants
+run --seconds each, as told by the rate of the bare forward; stores are deleted after them. With --budget, what has not
+begun by then is left out, and said so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash_train.stage1_target.overlap import parse_overlap
+from dflash_train.stage1_target.schedule import Batch, padding_share, plan_batches
+
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "qwen3-8b": {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 12288},
+    "qwen3-4b": {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 9728},
+    "qwen3-0.6b": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072},
+    "tiny": {
+        "hidden_size": 64,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 400,
+    },
+}
+ENCODINGS = ("int8", "bf16", "projected-int8")
+PADDED, BARE, COMPILED = "forward, mask and output_hidden_states", "forward to the last tap", "the same, compiled"
+INT8_RAM = "dflash extract int8, RAM disk"
+MEDIAN_TOKENS, SPREAD = 6.7, 0.7  # of the logarithm: 812 tokens in the middle, a mean of 1,000
+
+
+def draw_lengths(num_tokens: int, longest: int, seed: int) -> NDArray[np.int64]:
+    """Lognormal lengths, at least 32 and at most `longest`, that sum up to at least num_tokens."""
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.lognormal(MEDIAN_TOKENS, SPREAD, num_tokens // 100 + 8), 32, longest).astype(np.int64)
+    return lengths[: int(np.searchsorted(np.cumsum(lengths), num_tokens)) + 1]
+
+
+def make_target(geometry: str, folder: Path, device: str) -> Any:
+    """A random target, saved with a tokenizer, and the model on its device in bfloat16 (on a CPU float32)."""
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    shape = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, **GEOMETRIES[geometry]}
+    config = transformers.Qwen3Config(
+        **shape, max_position_embeddings=40_960, tie_word_embeddings=geometry != "qwen3-8b", eos_token_id=0
+    )
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+    model.save_pretrained(folder, max_shard_size="4GB")
+    make_tokenizer().save_pretrained(folder)
+    return model
+
+
+def make_tokenizer() -> Any:
+    """One token a byte; the samples are token ids already."""
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate(["<|end|>", *alphabet])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    template = "{% for message in messages %}{{ message['content'] + '<|end|>' }}{% endfor %}"
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", chat_template=template)
+
+
+def write_samples(path: Path, lengths: NDArray[np.int64], seed: int) -> None:
+    """Samples of random token ids in which the last three quarters count in the loss."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rng = np.random.default_rng(seed)
+    ids = [rng.integers(1, 256, length, dtype=np.int32) for length in lengths]
+    masks = [(np.arange(length) >= length // 4).astype(np.int32) for length in lengths]
+    pq.write_table(pa.table({"input_ids": ids, "loss_mask": masks}), path, compression="none")
+
+
+def measure_forwards(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Make and save the target; rates of the three forwards over the same batches, in real tokens per second."""
+    import torch
+
+    from dflash_train.stage1_target.compiled_target import compile_layers
+    from dflash_train.stage1_target.forward import pad_right
+    from dflash_train.stage1_target.target import Target, TargetConfig, default_target_layer_ids
+    from dflash_train.stage1_target.target import make_target as wrap
+
+    torch.set_num_threads(max(1, torch.get_num_threads() // 2))
+    began = time.perf_counter()
+    model = make_target(given.geometry, folder / "target", given.device)
+    made = time.perf_counter() - began
+    layer_ids = default_target_layer_ids(len(model.model.layers), 5)
+    target: Target = wrap(TargetConfig(name="random"), model, make_tokenizer(), layer_ids)
+    lengths = draw_lengths(400_000 if given.device == "cuda" else 4_000, given.max_tokens, given.seed)
+    batches = plan_batches(lengths, np.arange(len(lengths)), given.batch_tokens, given.seed)
+    rng = np.random.default_rng(given.seed)
+    inputs = [
+        pad_right([rng.integers(1, 256, lengths[index], dtype=np.int32) for index in batch.indices])
+        for batch in batches
+    ]
+    masks = [
+        torch.arange(ids.shape[1])[None, :] < torch.from_numpy(lengths[list(batch.indices)])[:, None]
+        for ids, batch in zip(inputs, batches, strict=True)
+    ]
+    device = torch.device(given.device)
+
+    def padded(number: int) -> None:
+        with torch.no_grad():
+            states = model.model(
+                input_ids=inputs[number].to(device),
+                attention_mask=masks[number].to(device),
+                output_hidden_states=True,
+                use_cache=False,
+            ).hidden_states
+        assert len(states) == len(model.model.layers) + 1
+
+    def bare(number: int) -> None:
+        target.run_taps(inputs[number], lambda _layer, _states: None)
+
+    result: dict[str, Any] = {"seconds_to_make_target": round(made, 1), "padding": round(padding_share(batches), 4)}
+    seconds = min(given.seconds, 6.0)
+    result[PADDED] = rate(padded, batches, seconds, given.device)
+    result[BARE] = rate(bare, batches, seconds, given.device)
+    if given.compile:
+        began = time.perf_counter()
+        result["graphs"] = compile_layers(target, given.batch_tokens, given.max_tokens)
+        result["seconds_to_compile"] = round(time.perf_counter() - began, 1)
+        if result["graphs"]:
+            result[COMPILED] = rate(bare, batches, seconds, given.device)
+    return result
+
+
+def rate(run: Callable[[int], None], batches: Sequence[Batch], seconds: float, device: str) -> float:
+    """Real tokens per second over whole batches for about `seconds`, after two batches to warm up."""
+    import torch
+
+    synchronise: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
+    for number in range(2):
+        run(number % len(batches))
+    synchronise()
+    began, num_tokens = time.perf_counter(), 0
+    for number in cycle(range(len(batches))):
+        run(number)
+        num_tokens += batches[number].num_tokens
+        if number % 4 == 3:
+            synchronise()  # not a whole minute of work ahead of the clock
+        if time.perf_counter() - began > seconds:
+            break
+    synchronise()
+    return round(num_tokens / (time.perf_counter() - began))
+
+
+def run_extract(
+    given: argparse.Namespace, work: Path, encoding: str, store: Path, calibration: Path | None
+) -> dict[str, Any]:
+    """Run the command and read its worker's log."""
+    logs = work / f"logs-{store.name}"
+    command = [
+        *(sys.executable, "-m", "dflash_train.cli", "extract", "--target", str(work / "target")),
+        *("--data", str(work / "samples.parquet"), "--sample-cache", str(work / "samples"), "--store", str(store)),
+        *("--encoding", encoding, "--gpus", "0" if given.device == "cuda" else "cpu", "--log-folder", str(logs)),
+        *("--batch-tokens", str(given.batch_tokens), "--max-tokens", str(given.max_tokens), "--seed", str(given.seed)),
+        *("--calibration-tokens", str(given.calibration_tokens), "--allow-busy-gpus"),
+        *("--compile-target",) * given.compile,
+    ]
+    if calibration is not None:
+        command += ["--calibration-from", str(calibration)]
+    began = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    whole = time.perf_counter() - began
+    log = "\n".join(path.read_text() for path in sorted(logs.rglob("*.log")))
+    overlap = parse_overlap(log)
+    if done.returncode or overlap is None:
+        tail = "\n".join([*done.stdout.splitlines()[-5:], *done.stderr.splitlines()[-15:], *log.splitlines()[-15:]])
+        return {"failed": tail}
+    return {**overlap, "whole_seconds": round(whole, 1), "lines": [line for line in log.splitlines() if "INFO" in line]}
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the tables in Markdown."""
+    forwards, extracts = result["forwards"], result["extracts"]
+    best = max(value for name, value in forwards.items() if name in (BARE, COMPILED))
+    print(
+        "\n| variant | tokens/s | to the padded forward | to the best bare one | with last commit | padding | whole, s |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for name in (PADDED, BARE, COMPILED):
+        if name in forwards:
+            value = forwards[name]
+            print(
+                f"| {name} | {value:,} | {value / forwards[PADDED]:.2f} | {value / best:.2f} | | {forwards['padding']:.1%} | |"
+            )
+    for name, found in extracts.items():
+        if "tokens_per_second" in found:
+            value = found["tokens_per_second"]
+            ratios = f"{value / forwards[PADDED]:.2f} | {value / best:.2f}"
+            print(
+                f"| {name} | {value:,} | {ratios} | {found['tokens_per_second_with_last_commit']:,} | {found['padding']:.1%} | {found['whole_seconds']:.0f} |"
+            )
+        else:
+            print(f"| {name} | {found.get('skipped') or 'failed'} | | | | | |")
+    print("\n| what the time went to | GPU busy | main thread waits for GPU | for writers | for batches ", end="")
+    print(
+        "| writers busy | GB/s while writing | in commits, s | host buffers, GB | limit |\n|---|---|---|---|---|---|---|---|---|---|"
+    )
+    for name, found in extracts.items():
+        if "tokens_per_second" in found:
+            shares = " | ".join(
+                f"{found[key]:.0%}" for key in ("gpu_busy", "waited_for_gpu", "waited_for_writers", "waited_for_parent")
+            )
+            writers = ", ".join(f"{share:.0%}" for share in found["writers_busy"])
+            print(
+                f"| {name} | {shares} | {writers} | {found['written_gb_per_second']:.2f} | {found['commit_seconds']:.1f} "
+                f"| {found['host_buffers_gb']:.2f} | {found['limit']} |"
+            )
+    if "tokens_per_second" in extracts.get(INT8_RAM, {}):
+        value = extracts[INT8_RAM]["tokens_per_second"]
+        print("\n| bar | found | wanted | |\n|---|---|---|---|")
+        for text, found, wanted in (
+            ("extract int8 / padded forward", value / forwards[PADDED], 1.25),
+            ("extract int8 / best bare forward", value / best, 0.93),
+        ):
+            print(f"| {text} | {found:.2f} | >= {wanted} | {'met' if found >= wanted else 'missed'} |")
+    for name, found in extracts.items():
+        if "failed" in found:
+            print(f"\n{name} failed:\n{found['failed']}")
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "kernel": platform.release(), "cpus": str(os.cpu_count())}
+    for package in ("torch", "triton", "transformers", "accelerate", "zarr", "google-crc32c"):
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """All variants; `work` holds target, samples, logs and the stores on the RAM disk."""
+    began = time.perf_counter()
+    result: dict[str, Any] = {
+        "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(given).items()},
+        "versions": versions(),
+    }
+    child = [sys.executable, __file__, "--forwards", str(work), *sys.argv[1:]]
+    subprocess.run(child, check=True)
+    forwards = result["forwards"] = json.loads((work / "forwards.json").read_text())
+    print(json.dumps(forwards), flush=True)
+    best = max(value for name, value in forwards.items() if name in (BARE, COMPILED))
+    num_tokens = int(best * given.seconds)
+    lengths = draw_lengths(num_tokens, given.max_tokens, given.seed)
+    write_samples(work / "samples.parquet", lengths, given.seed)
+    result["samples"], result["tokens"] = len(lengths), int(lengths.sum())
+    extracts: dict[str, Any] = {}
+    result["extracts"] = extracts
+    states = 5 * GEOMETRIES[given.geometry]["hidden_size"]
+    calibration: Path | None = None
+    for encoding in ENCODINGS:
+        for place, folder in (("RAM disk", work), ("disk", given.folder)):
+            name = f"dflash extract {encoding}, {place}"
+            if given.only and given.only not in name:
+                continue
+            needed = int(lengths.sum()) * states * {"bf16": 2, "int8": 1}.get(encoding, 0.25) + 4e9 * (states > 1e4)
+            if time.perf_counter() - began > given.budget:
+                extracts[name] = {"skipped": "left out: the time is up"}
+                continue
+            if free_bytes(folder) < needed:
+                extracts[name] = {"skipped": f"left out: {folder} has {free_bytes(folder) / 1e9:.1f} GB free"}
+                continue
+            store = folder / f"extract-benchmark-{os.getpid()}-{encoding}-{place.split()[0].lower()}.zarr"
+            try:
+                extracts[name] = run_extract(
+                    given, work, encoding, store, calibration if "projected" in encoding else None
+                )
+            finally:
+                keep = (
+                    "projected" in encoding and place == "RAM disk" and store.is_dir()
+                )  # the projection takes longest
+                shutil.rmtree(store / "segments" if keep else store, ignore_errors=True)
+                calibration = store if keep else calibration
+                for left in folder.glob(f"{store.name}.*"):
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+            print(name, json.dumps({key: value for key, value in extracts[name].items() if key != "lines"}), flush=True)
+    result["seconds"] = round(time.perf_counter() - began, 1)
+    return result
+
+
+def main() -> None:
+    """Measure, print the tables, and write JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--geometry", choices=list(GEOMETRIES), default="qwen3-8b")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--ram", type=Path, default=Path("/dev/shm"), help="A RAM disk, for target and stores.")
+    parser.add_argument("--folder", type=Path, default=Path(), help="A folder on the disk that is measured.")
+    parser.add_argument("--seconds", type=float, default=12.0, help="Of work for each variant.")
+    parser.add_argument("--budget", type=float, default=400.0, help="No variant begins after so many seconds.")
+    parser.add_argument("--only", help="Only commands whose name contains this: int8, bf16, projected, RAM disk, …")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="Compile the target.")
+    parser.add_argument("--batch-tokens", type=int, default=16_384)
+    parser.add_argument("--max-tokens", type=int, default=4096)
+    parser.add_argument("--calibration-tokens", type=int, default=16_384)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="Write everything here, too.")
+    parser.add_argument("--forwards", type=Path, help=argparse.SUPPRESS)  # the process that measures bare forwards
+    given = parser.parse_args()
+    if given.forwards is not None:
+        (given.forwards / "forwards.json").write_text(json.dumps(measure_forwards(given, given.forwards)))
+        return
+    given.folder = given.folder.resolve()
+    with tempfile.TemporaryDirectory(prefix="extract-benchmark-", dir=given.ram) as name:
+        result = measure(given, Path(name))
+    print(
+        f"{result['samples']:,} samples, {result['tokens']:,} tokens, {result['seconds']:.0f} s; {result['versions']}"
+    )
+    show(result)
+    if given.json:
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
