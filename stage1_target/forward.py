@@ -57,6 +57,11 @@ class EncodedBatch:
     on_device: list[torch.Tensor] = field(default_factory=list)
     """Sources of the copies, kept until they are complete."""
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether the tensors are on the host."""
+        return self.events is None or bool(self.events[2].query())
+
     def wait(self, overlap: Overlap) -> None:
         """Wait until the tensors are on the host."""
         gpu_seconds = 0.0

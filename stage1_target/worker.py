@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
+COPY_POLL_SECONDS = 0.001
 
 
 def run_worker(
@@ -103,12 +104,19 @@ def _work(
         waiting.clear()
         ran.clear()
 
+    def is_copied() -> bool:
+        return all(not isinstance(part, EncodedBatch) or part.is_copied for part in waiting)
+
     while True:
-        if not connection.poll(0):
+        # the next batch may come while this one runs: waiting for this one alone would leave the GPU idle between them
+        with overlap.waiting("gpu"):
+            while not is_copied() and not connection.poll(COPY_POLL_SECONDS):
+                pass
+        if is_copied():
             hand_over()
-            with overlap.waiting("parent"):
-                while not connection.poll(POLL_SECONDS):
-                    writer.check()
+        with overlap.waiting("parent"):
+            while not connection.poll(POLL_SECONDS):
+                writer.check()
         command = connection.recv()
         if isinstance(command, messages.Run):
             for part in forwarder.run(command.indices):

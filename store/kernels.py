@@ -28,7 +28,7 @@ INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _rounded(values: Any, dtype: tl.constexpr) -> Any:
+def _rounded(values, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """float32 values in dtype, to nearest even; to bfloat16 in integers, since Triton's interpreter would truncate."""
     if dtype == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
@@ -40,19 +40,19 @@ def _rounded(values: Any, dtype: tl.constexpr) -> Any:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _encode_int8(
-    states: Any,
-    rows: Any,
-    channel_scale: Any,
-    features: Any,
-    scales: Any,
-    finite: Any,
-    state_stride: Any,
-    feature_stride: Any,
-    scale_stride: Any,
-    hidden_size: Any,
+def _encode_int8(  # type: ignore[no-untyped-def]
+    states,
+    rows,
+    channel_scale,
+    features,
+    scales,
+    finite,
+    state_stride,
+    feature_stride,
+    scale_stride,
+    hidden_size,
     BLOCK: tl.constexpr,
-) -> None:
+):
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + token)
     column = tl.arange(0, BLOCK)
@@ -72,17 +72,17 @@ def _encode_int8(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gather(
-    states: Any,
-    rows: Any,
-    out: Any,
-    finite: Any,
-    state_stride: Any,
-    out_stride: Any,
-    finite_stride: Any,
-    hidden_size: Any,
+def _gather(  # type: ignore[no-untyped-def]
+    states,
+    rows,
+    out,
+    finite,
+    state_stride,
+    out_stride,
+    finite_stride,
+    hidden_size,
     BLOCK: tl.constexpr,
-) -> None:
+):
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + token)
     column = tl.arange(0, BLOCK)
@@ -94,7 +94,7 @@ def _gather(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _decode_int8(features: Any, scales: Any, out: Any, num_layers: Any, hidden_size: Any, BLOCK: tl.constexpr) -> None:
+def _decode_int8(features, scales, out, num_layers, hidden_size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     group = tl.program_id(0).to(tl.int64) * num_layers + tl.program_id(1)
     column = tl.arange(0, BLOCK)
     inside = column < hidden_size

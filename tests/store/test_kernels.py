@@ -39,6 +39,22 @@ def test_all_of_this_in_tritons_interpreter() -> None:
     assert done.returncode == 0 and "16 passed" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+def test_kernels_compile_without_a_gpu_to_ieee_division_and_rounding() -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from dflash_train.store import kernels
+
+    pointers = {"states": "*bf16", "rows": "*i64", "channel_scale": "*fp32", "features": "*i8", "scales": "*fp32"}
+    sizes = dict.fromkeys(("state_stride", "feature_stride", "scale_stride", "hidden_size"), "i32")
+    signature = {**pointers, "finite": "*u8", **sizes, "BLOCK": "constexpr"}
+    source = triton.compiler.ASTSource(kernels._encode_int8, signature, constexprs={"BLOCK": 128})
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["ptx"]
+    assert "div.rn.f32" in ptx and ".ftz" not in ptx and "div.full" not in ptx
+    assert ptx.count("add.f32") + ptx.count("add.rn.f32") + ptx.count("sub.f32") >= 8, "4 values a thread, 2 sums each"
+
+
 def random_taps(shape: tuple[int, ...], num_layers: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
     """Outputs of tapped layers whose channels span orders of magnitude, with a massive token and a token of zeros."""
     generator = torch.Generator().manual_seed(seed)
