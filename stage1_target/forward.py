@@ -47,6 +47,8 @@ class EncodedBatch:
     """float32 [N, G]."""
     finite: torch.Tensor
     """bool [N, L]: whether a token's state of a tapped layer was finite."""
+    errors: torch.Tensor | None
+    """float32 [L]: mean square error of some tokens, relative (`TapEncoder.errors`)."""
     num_padded_tokens: int
     """B * T."""
     buffer: HostBuffer | None = None
@@ -202,30 +204,38 @@ class Forwarder:
         encoder = TapEncoder(self._encoding, self._calibration, self._to_device(valid.flatten().nonzero()[:, 0]))
         self._target.run_taps(self._to_device(token_ids), encoder.add)
         features, scales, finite = encoder.finish()
+        errors = encoder.errors(features, scales)
         encoded = self._event()
         if self._buffers is None:
-            return EncodedBatch(indices, lengths, features, scales, finite, num_padded)
+            return EncodedBatch(indices, lengths, features, scales, finite, errors, num_padded)
         with self._overlap.waiting("writer"):
             buffer = self._buffers.take()
         self._copies.wait_event(encoded)
         num_tokens = sum(lengths)
-        sources = [features, finite] if scales is None else [features, finite, scales]
-        places = [buffer.features[:num_tokens], buffer.finite[:num_tokens], buffer.scales[:num_tokens]]
+        places = (
+            buffer.features[:num_tokens],
+            buffer.scales[:num_tokens],
+            buffer.finite[:num_tokens],
+            buffer.errors[0],
+        )
+        sources = (features, scales, finite, errors)
         with torch.cuda.stream(self._copies):
-            for place, source in zip(places, sources, strict=False):
-                place.copy_(source, non_blocking=True)
+            for place, source in zip(places, sources, strict=True):
+                if source is not None:
+                    place.copy_(source, non_blocking=True)
             copied = self._event()
         return EncodedBatch(
             indices,
             lengths,
-            places[0],
-            None if scales is None else places[2],
-            places[1],
-            num_padded,
-            buffer,
-            self._buffers,
-            (began, encoded, copied),
-            sources,
+            features=places[0],
+            scales=None if scales is None else places[1],
+            finite=places[2],
+            errors=None if errors is None else places[3],
+            num_padded_tokens=num_padded,
+            buffer=buffer,
+            buffers=self._buffers,
+            events=(began, encoded, copied),
+            on_device=[source for source in sources if source is not None],
         )
 
     def _event(self) -> Any:

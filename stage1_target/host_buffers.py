@@ -32,6 +32,8 @@ class HostBuffer:
     """float32 [N, G]; G may be 0."""
     finite: torch.Tensor
     """bool [N, L]."""
+    errors: torch.Tensor
+    """float32 [1, L]."""
 
 
 class HostBuffers:
@@ -43,6 +45,7 @@ class HostBuffers:
             ((num_tokens, encoding.num_columns), dtype),
             ((num_tokens, encoding.num_scales), torch.float32),
             ((num_tokens, encoding.num_layers), torch.bool),
+            ((1, encoding.num_layers), torch.float32),
         ]
         sizes = [-(-rows * columns * part.itemsize // ALIGN_BYTES) * ALIGN_BYTES for (rows, columns), part in parts]
         self.num_tokens = num_tokens

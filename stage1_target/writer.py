@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dflash_train.stage1_target import messages
 from dflash_train.stage1_target.extract_config import ExtractConfig
@@ -33,6 +34,9 @@ POLL_SECONDS = 0.5
 GPU_THREADS = 2
 """Writer threads of a worker on a GPU; one keeps up with a CPU."""
 
+DRIFT = 1.5
+"""How far above the first segment's error a segment's may be before the log warns; it moves by some percent otherwise."""
+
 Item = EncodedBatch | Unfit | messages.Quarantine
 
 
@@ -47,6 +51,8 @@ class _Open:
     segment: SegmentWriter | None = None
     indices: list[int] = field(default_factory=list)
     num_entries: int = 0
+    errors: list[NDArray[np.float32]] = field(default_factory=list)
+    """Relative mean square error of each batch, [L]."""
 
 
 class StoreWriter:
@@ -73,6 +79,7 @@ class StoreWriter:
         self._commits = 0  # asked for
         self._closed = False
         self._error: BaseException | None = None
+        self._first_error: float | None = None
         self._threads = [
             threading.Thread(
                 target=self._run,
@@ -173,6 +180,8 @@ class StoreWriter:
         features = batch.features.numpy()
         scales = None if batch.scales is None else batch.scales.numpy()
         finite = batch.finite.numpy()
+        if batch.errors is not None:
+            opened.errors.append(batch.errors.numpy().copy())
         start = 0
         for index, length in zip(batch.indices, batch.lengths, strict=True):
             rows = slice(start, start + length)
@@ -214,14 +223,39 @@ class StoreWriter:
         if segment is None:
             return
         num_tokens, num_bytes = segment.num_tokens, segment.num_bytes
+        error = self._record_error(segment, opened.errors)
         with self._overlap.busy(f"commit {name}"):
             segment_id = segment.commit()
         opened.segment, opened.indices, opened.num_entries, opened.share = None, [], 0, 1.0
+        opened.errors = []
         if segment_id is not None:
-            logger.info("Committed segment %s: %d samples, %d tokens.", segment_id, segment.num_samples, num_tokens)
+            logger.info(
+                "Committed segment %s: %d samples, %d tokens%s.", segment_id, segment.num_samples, num_tokens, error
+            )
             self._report(
                 messages.Committed(segment_id, indices, segment.num_samples, num_tokens, num_bytes, num_entries)
             )
+
+    def _record_error(self, segment: SegmentWriter, errors: list[NDArray[np.float32]]) -> str:
+        """Record the segment's relative error of what is stored, for each tapped layer, and say what it is over all.
+
+        Warns where it is far above that of the first segment: the data are unlike those of the calibration then.
+        """
+        if not errors:
+            return ""
+        layers = np.sqrt(np.mean(errors, axis=0))
+        error = float(np.sqrt(np.mean(layers**2)))
+        segment.measured["relative_error"] = [round(float(layer), 6) for layer in layers]
+        if self._first_error is None:
+            self._first_error = error
+        elif error > DRIFT * self._first_error:
+            logger.warning(
+                "The error of what is stored has risen from %.2f%% to %.2f%%: these samples are unlike those that the "
+                "calibration was measured on. A store of their own, or another encoding, would keep them better.",
+                100 * self._first_error,
+                100 * error,
+            )
+        return f", relative error {error:.2%}"
 
 
 def _release(item: Item) -> None:

@@ -51,6 +51,8 @@ class SegmentWriter:
         self.segment_id = f"{datetime.now(UTC):%Y%m%dT%H%M%S%f}-{secrets.token_hex(4)}"
         self.num_samples = 0
         self.num_tokens = 0
+        self.measured: dict[str, Any] = {}
+        """More attributes of the segment, set before `commit`: what was measured of its states."""
         self._attributes = attributes
         self._files = files or Files()
         self._staging = store / STAGING / self.segment_id
@@ -229,6 +231,7 @@ class SegmentWriter:
             "sample_columns": list(SAMPLE_COLUMNS),
             "source": self._attributes,
             "quarantined": self._quarantined,
+            **self.measured,
         }
 
 

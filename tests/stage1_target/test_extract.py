@@ -542,6 +542,34 @@ def test_a_segment_is_committed_when_it_is_full_or_old(
     assert sorted(index for message in old for index in message.indices) == [3, 4, 5]
 
 
+def test_a_segment_records_the_error_of_its_encoding_and_a_rise_of_it_is_warned_of(
+    config: ExtractConfig, target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepared = preparation.prepare(replace(config, encoding="int8", segment_bytes=1), lambda _event: None)
+    encoding = make_encoding("int8", 2, 32)
+    worker._create(prepared.config, target, encoding, prepared.table)
+    calibration = StoreReader(config.store).calibration
+    forwarder = Forwarder(target, encoding, calibration, prepared.table, config.batch_tokens)
+    store_writer = StoreWriter(prepared.config, encoding, prepared.table, {"x": 1}, lambda _message: None)
+    with caplog.at_level("INFO"):
+        for index in range(3):
+            for part in forwarder.run([index]):
+                assert isinstance(part, EncodedBatch) and part.errors is not None
+                part.errors *= 9 if index == 2 else 1
+                store_writer.put(part)
+        store_writer.close()
+    errors = []
+    for segment in StoreReader(config.store).segment_ids:
+        attributes = json.loads((config.store / "segments" / segment / "zarr.json").read_text())["attributes"]
+        assert attributes["source"] == {"x": 1}, "the same for all segments, which the index says once"
+        assert len(attributes["relative_error"]) == 2
+        errors.append(max(attributes["relative_error"]))
+    assert 0.001 < errors[0] < 0.01 and errors[1] < 1.5 * errors[0] < errors[2]
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and "The error of what is stored has risen from 0." in warnings[0]
+    assert "samples, " in caplog.text and "tokens, relative error 0." in caplog.text
+
+
 def test_encoded_batches_leave_out_the_padding(opened: tuple[ExtractConfig, SampleTable, Forwarder]) -> None:
     _, table, forwarder = opened
     [batch] = forwarder.run([3, 4])

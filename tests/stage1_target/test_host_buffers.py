@@ -24,6 +24,7 @@ def test_buffers_hold_what_the_encoding_makes_and_do_not_overlap(
     for number, buffer in enumerate(taken):
         assert (buffer.features.dtype, buffer.features.shape) == (dtype, (33, columns))
         assert buffer.scales.shape == (33, groups) and buffer.finite.shape == (33, 3)
+        assert buffer.errors.shape == (1, 3) and buffer.errors.dtype == torch.float32
         assert buffer.features.data_ptr() % 4096 == 0
         buffer.features.fill_(number + 1)
         buffer.scales.fill_(number + 1)
