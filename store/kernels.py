@@ -27,7 +27,7 @@ ROUND_TO_EVEN = tl.constexpr(12582912.0)  # 1.5 * 2^23: float32 has no fraction 
 INFINITY = tl.constexpr(float("inf"))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _rounded(values, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """float32 values in dtype, to nearest even; to bfloat16 in integers, since Triton's interpreter would truncate."""
     if dtype == tl.bfloat16:
@@ -39,7 +39,7 @@ def _rounded(values, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     return result
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _encode_int8(  # type: ignore[no-untyped-def]
     states,
     rows,
@@ -71,7 +71,7 @@ def _encode_int8(  # type: ignore[no-untyped-def]
     tl.store(finite + token * scale_stride, (num_bad == 0).to(tl.uint8))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _gather(  # type: ignore[no-untyped-def]
     states,
     rows,
@@ -93,7 +93,7 @@ def _gather(  # type: ignore[no-untyped-def]
     tl.store(finite + token * finite_stride, (num_bad == 0).to(tl.uint8))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _decode_int8(features, scales, out, num_layers, hidden_size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     group = tl.program_id(0).to(tl.int64) * num_layers + tl.program_id(1)
     column = tl.arange(0, BLOCK)
