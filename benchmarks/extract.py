@@ -9,11 +9,10 @@ nothing is downloaded) and samples of seeded random tokens with lognormal length
   that stops after the last tap, and the same compiled;
 - the command itself, in each encoding, to --ram and to --folder: schedule, forward, encoding, copy, write, commit.
 
-All rates count real tokens, not padding. A command's rate is that of its worker from its second batch to its last (its
-log has it): without imports, loading, calibration and compilation, which «whole» includes; «with last commit» adds the time from
-the last batch to the end of the last commit. Variants
-run --seconds each, as told by the rate of the bare forward; stores are deleted after them. With --budget, what has not
-begun by then is left out, and said so.
+All rates count real tokens, not padding. A command's rate is that of its worker from its second batch to its last, as
+its log has it: without imports, loading, calibration and compilation, which «whole» includes; «with last commit» adds the
+time from the last batch to the end of the last commit. There are as many samples as the bare forward runs in --seconds;
+stores are deleted after each variant. What has not begun within --budget seconds is left out, and said so.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +78,9 @@ def make_target(geometry: str, folder: Path, device: str) -> Any:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+        model = (
+            transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).to(dtype).eval().requires_grad_(False)
+        )
     model.save_pretrained(folder, max_shard_size="4GB")
     make_tokenizer().save_pretrained(folder)
     return model
@@ -120,69 +120,70 @@ def measure_forwards(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from dflash_train.stage1_target.target import Target, TargetConfig, default_target_layer_ids
     from dflash_train.stage1_target.target import make_target as wrap
 
-    torch.set_num_threads(max(1, torch.get_num_threads() // 2))
     began = time.perf_counter()
     model = make_target(given.geometry, folder / "target", given.device)
     made = time.perf_counter() - began
     layer_ids = default_target_layer_ids(len(model.model.layers), 5)
     target: Target = wrap(TargetConfig(name="random"), model, make_tokenizer(), layer_ids)
-    lengths = draw_lengths(400_000 if given.device == "cuda" else 4_000, given.max_tokens, given.seed)
-    batches = plan_batches(lengths, np.arange(len(lengths)), given.batch_tokens, given.seed)
-    rng = np.random.default_rng(given.seed)
-    inputs = [
-        pad_right([rng.integers(1, 256, lengths[index], dtype=np.int32) for index in batch.indices])
-        for batch in batches
-    ]
-    masks = [
-        torch.arange(ids.shape[1])[None, :] < torch.from_numpy(lengths[list(batch.indices)])[:, None]
-        for ids, batch in zip(inputs, batches, strict=True)
-    ]
     device = torch.device(given.device)
+    rng = np.random.default_rng(given.seed)
 
-    def padded(number: int) -> None:
+    def prepare(num_tokens: int) -> tuple[list[Batch], list[Any], list[Any]]:
+        lengths = draw_lengths(num_tokens, given.max_tokens, given.seed)
+        batches = plan_batches(lengths, np.arange(len(lengths)), given.batch_tokens, given.seed)
+        drawn = [lengths[list(batch.indices)] for batch in batches]
+        inputs = [pad_right([rng.integers(1, 256, size, dtype=np.int32) for size in sizes]) for sizes in drawn]
+        masks = [
+            torch.arange(ids.shape[1])[None, :] < torch.from_numpy(sizes)[:, None]
+            for ids, sizes in zip(inputs, drawn, strict=True)
+        ]
+        return batches, [ids.to(device) for ids in inputs], [mask.to(device) for mask in masks]
+
+    def padded(token_ids: Any, mask: Any) -> None:
         with torch.no_grad():
             states = model.model(
-                input_ids=inputs[number].to(device),
-                attention_mask=masks[number].to(device),
-                output_hidden_states=True,
-                use_cache=False,
+                input_ids=token_ids, attention_mask=mask, output_hidden_states=True, use_cache=False
             ).hidden_states
         assert len(states) == len(model.model.layers) + 1
 
-    def bare(number: int) -> None:
-        target.run_taps(inputs[number], lambda _layer, _states: None)
+    def bare(token_ids: Any, _mask: Any) -> None:
+        target.run_taps(token_ids, lambda _layer, _states: None)
 
-    result: dict[str, Any] = {"seconds_to_make_target": round(made, 1), "padding": round(padding_share(batches), 4)}
-    seconds = min(given.seconds, 6.0)
-    result[PADDED] = rate(padded, batches, seconds, given.device)
-    result[BARE] = rate(bare, batches, seconds, given.device)
+    few = prepare(200_000 if given.device == "cuda" else 2_000)
+    num_tokens = int(rate(bare, *few, given.device) * given.seconds)
+    batches, inputs, masks = prepare(num_tokens)
+    result: dict[str, Any] = {
+        "seconds_to_make_target": round(made, 1),
+        "num_tokens": num_tokens,
+        "num_batches": len(batches),
+        "padding": round(padding_share(batches), 4),
+        PADDED: rate(padded, batches, inputs, masks, given.device),
+        BARE: rate(bare, batches, inputs, masks, given.device),
+    }
     if given.compile:
         began = time.perf_counter()
         result["graphs"] = compile_layers(target, given.batch_tokens, given.max_tokens)
         result["seconds_to_compile"] = round(time.perf_counter() - began, 1)
         if result["graphs"]:
-            result[COMPILED] = rate(bare, batches, seconds, given.device)
+            result[COMPILED] = rate(bare, batches, inputs, masks, given.device)
     return result
 
 
-def rate(run: Callable[[int], None], batches: Sequence[Batch], seconds: float, device: str) -> float:
-    """Real tokens per second over whole batches for about `seconds`, after two batches to warm up."""
+def rate(
+    run: Callable[[Any, Any], None], batches: Sequence[Batch], inputs: list[Any], masks: list[Any], device: str
+) -> float:
+    """Real tokens per second over all batches, after two of them to warm up."""
     import torch
 
     synchronise: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
-    for number in range(2):
-        run(number % len(batches))
+    for token_ids, mask in list(zip(inputs, masks, strict=True))[:2]:
+        run(token_ids, mask)
     synchronise()
-    began, num_tokens = time.perf_counter(), 0
-    for number in cycle(range(len(batches))):
-        run(number)
-        num_tokens += batches[number].num_tokens
-        if number % 4 == 3:
-            synchronise()  # not a whole minute of work ahead of the clock
-        if time.perf_counter() - began > seconds:
-            break
+    began = time.perf_counter()
+    for token_ids, mask in zip(inputs, masks, strict=True):
+        run(token_ids, mask)
     synchronise()
-    return round(num_tokens / (time.perf_counter() - began))
+    return round(sum(batch.num_tokens for batch in batches) / (time.perf_counter() - began))
 
 
 def run_extract(
@@ -284,9 +285,7 @@ def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
     subprocess.run(child, check=True)
     forwards = result["forwards"] = json.loads((work / "forwards.json").read_text())
     print(json.dumps(forwards), flush=True)
-    best = max(value for name, value in forwards.items() if name in (BARE, COMPILED))
-    num_tokens = int(best * given.seconds)
-    lengths = draw_lengths(num_tokens, given.max_tokens, given.seed)
+    lengths = draw_lengths(forwards["num_tokens"], given.max_tokens, given.seed)
     write_samples(work / "samples.parquet", lengths, given.seed)
     result["samples"], result["tokens"] = len(lengths), int(lengths.sum())
     extracts: dict[str, Any] = {}
@@ -330,7 +329,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--ram", type=Path, default=Path("/dev/shm"), help="A RAM disk, for target and stores.")
     parser.add_argument("--folder", type=Path, default=Path(), help="A folder on the disk that is measured.")
-    parser.add_argument("--seconds", type=float, default=12.0, help="Of work for each variant.")
+    parser.add_argument("--seconds", type=float, default=12.0, help="Of the bare forward: how many samples there are.")
     parser.add_argument("--budget", type=float, default=400.0, help="No variant begins after so many seconds.")
     parser.add_argument("--only", help="Only commands whose name contains this: int8, bf16, projected, RAM disk, …")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="Compile the target.")
