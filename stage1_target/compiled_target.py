@@ -4,7 +4,8 @@ Norms, rotary embedding, gate and residual sums of a layer become a few fused ke
 x 2048 tokens: 38.9 K tokens/s against 33.4 K). One function runs every layer, the layer being an argument, so layers of
 one kind share a graph; sizes are symbolic, so batches need no buckets and no more padding than without. Two graphs a
 kind: torch treats a batch of one row as a constant. Warm-up runs both in the main thread, and shapes unlike those they
-were traced with; then recompilation is an error for the rest of the process.
+were traced with; then nothing is ever compiled again: a batch that has no graph runs
+uncompiled, and the log says so.
 
 Off by default: it takes half a minute or so at the start of every worker, which pays from some millions of tokens a GPU
 on, and rounds differently: states differ from the uncompiled ones by bfloat16 noise.
@@ -41,8 +42,9 @@ def compile_layers(target: Target, batch_tokens: int, max_tokens: int, backend: 
         return 0
     compiled = torch.compile(_run_layer, fullgraph=True, dynamic=True, backend=backend)
     began, before = time.perf_counter(), _num_graphs()
+    shapes: set[tuple[int, ...]] = set()  # that have no graph
     for layer in layers:
-        layer.forward = partial(compiled, layer)
+        layer.forward = partial(_run_compiled, compiled, shapes, layer)
     num_tokens = max(SMALLEST, min(max_tokens, batch_tokens // WARM_UP_ROWS))
     try:
         while not _warm_up(target, num_tokens):
@@ -56,7 +58,7 @@ def compile_layers(target: Target, batch_tokens: int, max_tokens: int, backend: 
         return 0
     num_graphs = _num_graphs() - before
     logger.info(
-        "Compiled %d graphs for %d layers of the target in %.0f s; recompilation is an error from here on.",
+        "Compiled %d graphs for %d layers of the target in %.0f s; nothing is compiled from here on.",
         num_graphs,
         len(layers),
         time.perf_counter() - began,
@@ -80,6 +82,21 @@ def _warm_up(target: Target, num_tokens: int) -> bool:
         return True
     torch.cuda.empty_cache()
     return False
+
+
+def _run_compiled(compiled: Any, shapes: set[tuple[int, ...]], layer: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Run a layer by its graph; uncompiled, with a warning the first time, where torch would have to make another."""
+    try:
+        return compiled(layer, *arguments, **keywords)
+    except RuntimeError as error:
+        if "recompile" not in str(error):
+            raise
+    states = arguments[0] if arguments else keywords["hidden_states"]
+    shape = tuple(states.shape)
+    if shape not in shapes:
+        shapes.add(shape)
+        logger.warning("No graph fits states %s, %s; such batches run uncompiled.", list(shape), states.dtype)
+    return _run_layer(layer, *arguments, **keywords)
 
 
 def _run_layer(layer: Any, *arguments: Any, **keywords: Any) -> Any:
