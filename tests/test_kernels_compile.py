@@ -12,6 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from dflash_train.stage2_drafter import loss_kernel, mask_kernel
+from dflash_train.store import kernels
 
 
 def compile_for_hopper(kernel, types, num_warps=4, **constants):
@@ -43,6 +44,16 @@ lines = {"num_lines": "i32", "length": "i32", "line_stride": "i32", "stride": "i
 pointers = {"state_pointer": "*i8", "count_pointer": "*i32", "index_pointer": "*i32"}
 compile_for_hopper(mask_kernel._order, pointers | lines, WIDTH=256)
 
+strides = {"state_stride": "i64", "hidden_size": "i32"}
+tokens = {"states": "*bf16", "rows": "*i64", "finite": "*u8"}
+encoded = {"channel_scale": "*fp32", "features": "*i8", "scales": "*fp32", "feature_stride": "i64", "scale_stride": "i64"}
+compile_for_hopper(kernels._encode_int8, tokens | strides | encoded, num_warps=8, BLOCK=4096)
+for out in ("bf16", "fp32"):
+    gathered = {"out": f"*{out}", "out_stride": "i64", "finite_stride": "i64"}
+    compile_for_hopper(kernels._gather, tokens | strides | gathered, num_warps=8, BLOCK=4096)
+    decoded = {"features": "*i8", "scales": "*fp32", "out": f"*{out}", "num_layers": "i32", "hidden_size": "i32"}
+    compile_for_hopper(kernels._decode_int8, decoded, num_warps=8, BLOCK=4096)
+
 rows = {"labels": "*i64", "ce": "*fp32", "correct": "*u8", "scales": "*fp32", "label_slopes": "*fp32", "first": "i32"}
 for logits, quantised, softcap in (("bf16", "bf16", 0.0), ("fp32", "fp32", 5.0), ("bf16", "fp8e4nv", 0.0)):
     compile_for_hopper(
@@ -66,4 +77,5 @@ def test_the_kernels_compile_for_a_hopper_gpu() -> None:
         [sys.executable, "-c", SCRIPT], check=False, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert {"_classify", "_order", "_row_kernel"} <= set(done.stdout.split())
+    kernels = {"_classify", "_order", "_row_kernel", "_encode_int8", "_gather", "_decode_int8"}
+    assert kernels == set(done.stdout.split())
