@@ -31,7 +31,17 @@ from dflash_train.commands.terminal import Terminal, progress_options
 )
 @click.option("--row-tokens", default=8192, show_default=True, help="Samples are packed into rows of so many tokens.")
 @click.option("--anchors", default=1024, show_default=True, help="Blocks of a row.")
-@click.option("--rows-per-step", default=6, show_default=True, help="Rows of an optimizer step, over all GPUs.")
+@click.option(
+    "--rows-per-step",
+    default=6,
+    show_default=True,
+    help="Rows of an optimizer step, over all GPUs; each accumulates the gradient of its share.",
+)
+@click.option(
+    "--activation-checkpointing",
+    is_flag=True,
+    help="Keep only the layers' inputs for the backward pass: less memory, slower.",
+)
 @click.option("--crop", is_flag=True, help="Cut samples longer than a row instead of refusing them.")
 @click.option("--steps", type=int, help="Optimizer steps of the whole run; 0 writes the untrained drafter.")
 @click.option("--epochs", type=int, help="Passes over the store. Default: 6, where --steps is not given.")

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from dflash_train.errors import InputError
 from dflash_train.stage2_drafter.blocks import TILE, dense_block_mask
@@ -149,15 +150,20 @@ class CompiledDrafter(nn.Module):
         num_anchors: int,
         compute_dtype: torch.dtype | None = None,
         precision: str = "bf16",
+        activation_checkpointing: bool = False,
     ) -> None:
         """Move the drafter to `device`; row_tokens is S, num_anchors A; compute_dtype None: bf16 on CUDA, fp32 on CPU.
 
+        activation_checkpointing: a layer keeps its inputs alone and computes the rest again in its backward graph. The
+        compiler's partitioner does it: torch.utils.checkpoint around the compiled layer would call it, and its door, from
+        autograd's thread.
         Raises InputError for sizes and a precision that the device cannot take. Compiles nothing yet.
         """
         super().__init__()
         self.device = torch.device(device)
         self.drafter = drafter.to(self.device)
         self.row_tokens, self.num_anchors = row_tokens, num_anchors
+        self.activation_checkpointing = activation_checkpointing
         self.block_size = drafter.config.block_size
         self.uses_flex = self.device.type == "cuda"
         self.compute_dtype = compute_dtype or (torch.bfloat16 if self.uses_flex else torch.float32)
@@ -218,6 +224,8 @@ class CompiledDrafter(nn.Module):
         # Per-thread settings since torch 2.12; forward and warm-up run in this thread or raise. DDP would cut the
         # graph of a layer at its bucket borders.
         torch._dynamo.config.optimize_ddp = False
+        # The share of the activations that a graph may keep for its backward, inputs apart; read when it is compiled.
+        torch._functorch.config.activation_memory_budget = 0.0 if self.activation_checkpointing else 1.0
         options: dict[str, Any] = {"fullgraph": True, "dynamic": False}
         if "recompile_limit" in inspect.signature(torch.compile).parameters:  # not in torch 2.11
             options["recompile_limit"] = max(2, 2 * len(set(self.layer_kinds)))
@@ -253,6 +261,8 @@ class CompiledDrafter(nn.Module):
             for layer, kind in zip(self.drafter.layers, self.layer_kinds, strict=True):
                 if self.uses_flex:
                     states = self._compiled_layer(layer, states, context, cos, sin, masks[kind], self._product)
+                elif self.activation_checkpointing and with_gradient:
+                    states = checkpoint(layer, states, context, cos, sin, masks[kind], use_reentrant=False)
                 else:
                     states = layer(states, context, cos, sin, masks[kind])
             return self._compiled_norm(self.drafter.norm, states)[0]

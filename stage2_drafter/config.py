@@ -22,7 +22,7 @@ PAPER_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}  # DFlash, section 4.2: gamma by block 
 
 HARMLESS_FIELDS = frozenset(
     ("store", "run", "devices", "steps", "epochs", "save_every", "keep", "evaluate_every", "evaluate_rows")
-    + ("log_every", "read_ahead", "direct_io", "bad_step_limit")
+    + ("log_every", "read_ahead", "direct_io", "bad_step_limit", "activation_checkpointing")
     + ("num_layers", "block_size", "drafter_config", "mask_token")  # compared as the drafter that they make
 )
 
@@ -79,6 +79,9 @@ class TrainConfig:
     """Slots over which the weight falls by e; by default 7, 5, 4 for K = 16, 10, 8 (the paper's), else (K - 1) / 2."""
     dpace_alpha: float = 0.5
     """Smoothing of D-PACE's probabilities towards 1 (its paper's)."""
+    activation_checkpointing: bool = False
+    """Keep only the layers' inputs and compute the rest again in the backward pass: less memory, about a third more
+    work on the layers."""
     seed: int = 0
     """Seeds the drafter's first weights, the rows and the anchors."""
     holdout: float = 0.02

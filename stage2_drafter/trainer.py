@@ -85,6 +85,7 @@ class Trainer:
             row_tokens=self.config.row_tokens,
             num_anchors=self.config.anchors,
             precision=self.config.precision,
+            activation_checkpointing=self.config.activation_checkpointing,
         )
         self.named = list(self.drafter.named_parameters())
         self.parameters = [parameter for _, parameter in self.named]

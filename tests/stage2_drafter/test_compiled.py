@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.attention import flex_attention as flex_module
 
 from dflash_train.errors import InputError
@@ -36,9 +37,15 @@ S, A = 128, 32
 
 @pytest.fixture
 def make_compiled(make_config: Any) -> Any:
-    def make(row_tokens: int = S, num_anchors: int = A, **changes: Any) -> Any:
+    def make(row_tokens: int = S, num_anchors: int = A, activation_checkpointing: bool = False, **changes: Any) -> Any:
         drafter = Drafter(make_config(initializer_range=0.1, **changes), seed=2)
-        return CompiledDrafter(drafter, device="cpu", row_tokens=row_tokens, num_anchors=num_anchors)
+        return CompiledDrafter(
+            drafter,
+            device="cpu",
+            row_tokens=row_tokens,
+            num_anchors=num_anchors,
+            activation_checkpointing=activation_checkpointing,
+        )
 
     return make
 
@@ -65,7 +72,7 @@ def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Any:
         vars(compile_with)["__signature__"] = inspect.signature(real_compile)
         drafter.uses_flex = True
         made.append(drafter)
-        if backend == "aot_eager":
+        if backend.startswith("aot_eager"):
             monkeypatch.setattr(compiled_module, "forbid_dense_flex", lambda: None)
             monkeypatch.setattr(flex_module, "_validate_device", lambda *tensors: None)
         monkeypatch.setattr(torch, "compile", compile_with)
@@ -77,6 +84,7 @@ def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     yield turn
     for drafter in made:
         drafter.close()
+    torch._functorch.config.activation_memory_budget = 1.0
     for function in undo:
         function()
     torch._dynamo.reset()
@@ -310,6 +318,50 @@ def test_one_graph_serves_all_layers_of_a_kind_and_new_anchors_make_none(
     assert compiled.summary().endswith(" s, 0 recompilations")
     with pytest.raises(RuntimeError, match="ecompile"):
         torch.compile(lambda x: x + 2, backend="aot_eager")(torch.ones(2))
+
+
+def kept_for_backward(compiled: Any, row: Any) -> tuple[int, Tensor, list[Tensor]]:
+    """One step: bytes of activations that autograd keeps, parameters and inputs apart; output and gradients."""
+    kept: dict[int, int] = {}
+    known = {parameter.untyped_storage().data_ptr() for parameter in compiled.drafter.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hidden = compiled(*row.inputs())
+    (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
+    gradients = [parameter.grad for parameter in compiled.drafter.parameters()]
+    compiled.drafter.zero_grad()
+    return sum(kept.values()), hidden.detach(), gradients
+
+
+def test_checkpointed_layers_give_the_same_gradients_and_keep_less(make_compiled: Any, rows: Any) -> None:
+    plain, checkpointed = (make_compiled(activation_checkpointing=given) for given in (False, True))
+    much, hidden, gradients = kept_for_backward(plain, rows[1])
+    little, same_hidden, same_gradients = kept_for_backward(checkpointed, rows[1])
+    assert torch.equal(hidden, same_hidden)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, same_gradients, strict=True))
+    assert little < much / 3
+
+
+def test_compiled_layers_are_checkpointed_inside_their_graphs(make_compiled: Any, rows: Any, flex_on_cpu: Any) -> None:
+    results = []
+    for given in (False, True):
+        torch._dynamo.reset()
+        compiled = flex_on_cpu(make_compiled(activation_checkpointing=given), backend="aot_eager_decomp_partition")
+        compiled.warm_up(lambda drafter=compiled: drafter(*rows[0].inputs()).sum().backward())
+        results.append(kept_for_backward(compiled, rows[1]))
+        assert compiled.recompilations() == 0
+        compiled.close()
+    (much, hidden, gradients), (little, same_hidden, same_gradients) = results
+    torch.testing.assert_close(same_hidden, hidden, atol=1e-6, rtol=1e-6)
+    for gradient, same in zip(gradients, same_gradients, strict=True):
+        assert (gradient - same).norm() <= 2e-6 * gradient.norm() + 1e-6
+    assert little < much / 2
 
 
 def test_a_graph_too_many_is_named(make_compiled: Any, rows: Any, flex_on_cpu: Any) -> None:
