@@ -47,9 +47,16 @@ from dflash_train.commands.terminal import Terminal, progress_options
 @click.option("--epochs", type=int, help="Passes over the store. Default: 6, where --steps is not given.")
 @click.option("--lr", default=6e-4, show_default=True, help="Peak learning rate.")
 @click.option("--betas", nargs=2, type=float, default=(0.9, 0.95), show_default=True, help="AdamW's moments.")
-@click.option("--weight-decay", default=0.0, show_default=True, help="AdamW's decay, on matrices only.")
+@click.option("--weight-decay", default=0.0, show_default=True, help="Decay of the weights, on matrices only.")
 @click.option("--clip", default=1.0, show_default=True, help="Largest gradient norm.")
 @click.option("--warmup-ratio", default=0.04, show_default=True, help="Share of the steps that warm up.")
+@click.option(
+    "--optimizer",
+    type=click.Choice(["adamw", "muon"]),
+    default="adamw",
+    show_default=True,
+    help="muon: for the layers' matrices; fc and norms stay with AdamW. The same --lr serves both.",
+)
 @click.option("--schedule", type=click.Choice(["cosine", "wsd", "constant"]), default="cosine", show_default=True)
 @click.option("--decay-ratio", default=0.2, show_default=True, help="Share of the steps that fall, under wsd.")
 @click.option("--min-lr-ratio", default=0.1, show_default=True, help="Last learning rate over the peak.")

@@ -16,6 +16,7 @@ from dflash_train.errors import InputError
 
 SCHEDULES = ("cosine", "wsd", "constant")
 LOSSES = ("decay", "dpace")
+OPTIMIZERS = ("adamw", "muon")
 PRECISIONS = ("bf16", "fp8")
 PAPER_EPOCHS = 6  # DFlash, section 5.1 (arXiv 2602.06036)
 PAPER_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}  # DFlash, section 4.2: gamma by block size
@@ -58,11 +59,13 @@ class TrainConfig:
     epochs: int | None = None
     """Passes over the store, anchors drawn anew in each; 6 (the paper's) where steps is not given either."""
     lr: float = 6e-4
-    """Peak learning rate (the paper's)."""
+    """Peak learning rate (the paper's); Muon's updates are scaled to the size of AdamW's, so the same serves both."""
     betas: tuple[float, float] = (0.9, 0.95)
+    optimizer: str = "adamw"
+    """adamw (the paper's); muon: the layers' matrices by torch.optim.Muon, `fc` and the norms still by AdamW."""
     """AdamW's moments; unpublished by the paper, the values usual for transformers of this size."""
     weight_decay: float = 0.0
-    """AdamW's decay on matrices, never on norms; 0 as in SpecForge and DeepSpec."""
+    """Decay of matrices, never of norms; 0 as in SpecForge and DeepSpec."""
     clip: float = 1.0
     """Largest norm of the whole gradient (the paper's)."""
     warmup_ratio: float = 0.04
@@ -125,7 +128,12 @@ class TrainConfig:
                 f"--anchors {self.anchors} is more than --row-tokens {self.row_tokens}: a row has at most one anchor a "
                 "token. Lower --anchors."
             )
-        for name, choices in (("schedule", SCHEDULES), ("loss", LOSSES), ("precision", PRECISIONS)):
+        for name, choices in (
+            ("schedule", SCHEDULES),
+            ("loss", LOSSES),
+            ("optimizer", OPTIMIZERS),
+            ("precision", PRECISIONS),
+        ):
             if getattr(self, name) not in choices:
                 raise InputError(f"--{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
         for name in ("warmup_ratio", "decay_ratio", "min_lr_ratio", "dpace_alpha"):

@@ -11,12 +11,14 @@ import torch
 from dflash_train.errors import InputError
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.optimizer import (
+    Optimizers,
     gradient_norm,
     learning_rate,
     load_optimizer_tensors,
     make_optimizer,
     optimizer_tensors,
     scale_and_clip,
+    set_learning_rate,
 )
 
 
@@ -73,7 +75,7 @@ def test_gradient_norm_shows_what_is_not_finite() -> None:
     assert not torch.isfinite(gradient_norm(parameters))
 
 
-def take_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def take_steps(model: torch.nn.Module, optimizer: Optimizers, steps: range) -> None:
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for parameter in model.parameters():
@@ -109,6 +111,68 @@ def test_moments_of_another_shape_are_refused() -> None:
         )
 
 
+class TinyDrafter(torch.nn.Module):
+    """Parameters with a drafter's names: fc, two layers of a matrix and a norm, and the last norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(6, 4, bias=False)
+        self.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False)) for _ in range(2))
+        for layer in self.layers:
+            layer.register_parameter("norm", torch.nn.Parameter(torch.ones(4)))
+        self.norm = torch.nn.Parameter(torch.ones(4))
+
+
+def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest() -> None:
+    model = TinyDrafter()
+    optimizer = make_optimizer(model.named_parameters(), make_config(optimizer="muon", weight_decay=0.1))
+    owners = {name: type(optimizer.owner(parameter)).__name__ for name, parameter in model.named_parameters()}
+    assert owners == {
+        "fc.weight": "AdamW",
+        "layers.0.0.weight": "Muon",
+        "layers.0.norm": "AdamW",
+        "layers.1.0.weight": "Muon",
+        "layers.1.norm": "AdamW",
+        "norm": "AdamW",
+    }
+    set_learning_rate(optimizer, 0.25)
+    decays = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert decays == [(0.25, 0.1), (0.25, 0.0), (0.25, 0.1)]
+
+
+def test_updates_of_muon_are_as_large_as_those_of_adamw() -> None:
+    """So that one learning rate serves both: 0.2 · lr a weight, root mean square (arXiv 2502.16982)."""
+    inner = torch.nn.Linear(64, 96, bias=False)
+    model = torch.nn.ModuleDict({"layers": inner, "fc": torch.nn.Linear(2, 2)})
+    before = inner.weight.detach().clone()
+    optimizer = make_optimizer(model.named_parameters(), make_config(optimizer="muon", lr=1e-2))
+    take_steps(model, optimizer, range(1))
+    moved = (inner.weight - before).square().mean().sqrt().item()
+    assert moved == pytest.approx(0.2 * 1e-2, rel=0.25)
+
+
+def test_reloaded_momentum_of_muon_continues_bit_identically() -> None:
+    torch.manual_seed(0)
+    config = make_config(optimizer="muon", weight_decay=0.1, lr=1e-2)
+    model, twin = TinyDrafter(), TinyDrafter()
+    optimizer = make_optimizer(model.named_parameters(), config)
+    assert optimizer_tensors(optimizer, model.named_parameters()) == {}
+    take_steps(model, optimizer, range(3))
+    twin.load_state_dict(model.state_dict())
+    twin_optimizer = make_optimizer(twin.named_parameters(), config)
+    tensors = {name: tensor.clone() for name, tensor in optimizer_tensors(optimizer, model.named_parameters()).items()}
+    assert {name for name in tensors if "layers.0" in name} == {
+        "momentum_buffer.layers.0.0.weight",
+        "exp_avg.layers.0.norm",
+        "exp_avg_sq.layers.0.norm",
+        "step.layers.0.norm",
+    }
+    load_optimizer_tensors(twin_optimizer, twin.named_parameters(), tensors)
+    take_steps(model, optimizer, range(3, 6))
+    take_steps(twin, twin_optimizer, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
 def test_norms_are_not_decayed() -> None:
     optimizer = make_optimizer(torch.nn.Linear(3, 2).named_parameters(), make_config(weight_decay=0.1))
     decays = {group["params"][0].ndim: group["weight_decay"] for group in optimizer.param_groups}
@@ -122,6 +186,7 @@ def test_norms_are_not_decayed() -> None:
         ({"anchors": 9, "row_tokens": 8}, "--anchors 9 is more than --row-tokens 8"),
         ({"schedule": "linear"}, "choose one of cosine, wsd, constant"),
         ({"loss": "kl"}, "choose one of decay, dpace"),
+        ({"optimizer": "sgd"}, "choose one of adamw, muon"),
         ({"holdout": 1.0}, "--holdout is 1.0"),
         ({"rows_per_step": 0}, "--rows-per-step is 0, but at least 1"),
         ({"lr": 0.0}, "--lr is 0.0"),

@@ -214,13 +214,16 @@ def test_a_projected_store_trains_resumes_and_exports_the_standard_format(
     assert float((engine - ours).norm() / ours.norm()) < 0.01
 
 
-def test_stopped_run_goes_on_exactly(make_store: MakeStore, make_train_config: MakeConfig) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_stopped_run_goes_on_exactly(make_store: MakeStore, make_train_config: MakeConfig, optimizer: str) -> None:
+    """And whether the layers' activations are kept or computed again may change at every stop."""
     store = make_store()
-    whole, parts = make_train_config(store, steps=10), make_train_config(store, run="parts", steps=10)
+    options: dict[str, Any] = {"steps": 10, "optimizer": optimizer, "weight_decay": 0.01}
+    whole, parts = make_train_config(store, **options), make_train_config(store, run="parts", **options)
     run_here(whole)
     run_here(parts, stop_after=3)
     assert newest_checkpoint(parts.run).step == 3  # type: ignore[union-attr]
-    run_here(parts, stop_after=4)
+    run_here(replace(parts, activation_checkpointing=True), stop_after=4)
     run_here(parts)
     assert curve(parts.run) == curve(whole.run)
     assert equal(parts.run, whole.run)
