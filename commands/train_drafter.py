@@ -27,6 +27,11 @@ from dflash_train.commands.terminal import Terminal, progress_options
     "--drafter-config", type=click.Path(path_type=Path), help="A drafter's config.json, used instead of the above."
 )
 @click.option(
+    "--init-from",
+    type=click.Path(path_type=Path),
+    help="Start a new run from this drafter: a folder in z-lab's format or a run; its config.json holds.",
+)
+@click.option(
     "--mask-token", help="Id or text of the token in a block's open slots. Default: the tokenizer's, or a free row."
 )
 @click.option("--row-tokens", default=8192, show_default=True, help="Samples are packed into rows of so many tokens.")
@@ -45,11 +50,6 @@ from dflash_train.commands.terminal import Terminal, progress_options
 @click.option("--crop", is_flag=True, help="Cut samples longer than a row instead of refusing them.")
 @click.option("--steps", type=int, help="Optimizer steps of the whole run; 0 writes the untrained drafter.")
 @click.option("--epochs", type=int, help="Passes over the store. Default: 6, where --steps is not given.")
-@click.option("--lr", default=6e-4, show_default=True, help="Peak learning rate.")
-@click.option("--betas", nargs=2, type=float, default=(0.9, 0.95), show_default=True, help="AdamW's moments.")
-@click.option("--weight-decay", default=0.0, show_default=True, help="Decay of the weights, on matrices only.")
-@click.option("--clip", default=1.0, show_default=True, help="Largest gradient norm.")
-@click.option("--warmup-ratio", default=0.04, show_default=True, help="Share of the steps that warm up.")
 @click.option(
     "--optimizer",
     type=click.Choice(["adamw", "muon"]),
@@ -57,6 +57,11 @@ from dflash_train.commands.terminal import Terminal, progress_options
     show_default=True,
     help="muon: for the layers' matrices; fc and norms stay with AdamW. The same --lr serves both.",
 )
+@click.option("--lr", default=6e-4, show_default=True, help="Peak learning rate.")
+@click.option("--betas", nargs=2, type=float, default=(0.9, 0.95), show_default=True, help="AdamW's moments.")
+@click.option("--weight-decay", default=0.0, show_default=True, help="Decay of the weights, on matrices only.")
+@click.option("--clip", default=1.0, show_default=True, help="Largest gradient norm.")
+@click.option("--warmup-ratio", default=0.04, show_default=True, help="Share of the steps that warm up.")
 @click.option("--schedule", type=click.Choice(["cosine", "wsd", "constant"]), default="cosine", show_default=True)
 @click.option("--decay-ratio", default=0.2, show_default=True, help="Share of the steps that fall, under wsd.")
 @click.option("--min-lr-ratio", default=0.1, show_default=True, help="Last learning rate over the peak.")

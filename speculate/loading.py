@@ -6,7 +6,6 @@ named before the target's weights are loaded.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,46 +13,19 @@ import torch
 
 from dflash_train.errors import InputError
 from dflash_train.stage1_target.target import Target, text_config
+from dflash_train.stage2_drafter.checkpoint import CONFIG_FILE, WEIGHTS_FILE, find_drafter, load_drafter_config
 from dflash_train.stage2_drafter.drafter import Drafter, DrafterConfig
 from dflash_train.stage2_drafter.drafter import load_drafter as load_checkpoint
 
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
-CHECKPOINTS = "checkpoints"
-
-
-def find_drafter(path: Path) -> Path:
-    """The folder with config.json and model.safetensors: `path` itself, or the newest checkpoint of the run `path`."""
-    if not path.is_dir():
-        raise InputError(f"{path} is no folder; give a drafter's folder or the run folder of `dflash train-drafter`.")
-    folder = path
-    if not (path / WEIGHTS_FILE).is_file() and (path / CHECKPOINTS).is_dir():
-        steps = sorted(
-            (int(found.name.removeprefix("step-")), found)
-            for found in (path / CHECKPOINTS).glob("step-*")
-            if found.name.removeprefix("step-").isdigit()
-        )
-        if not steps:
-            raise InputError(f"The run {path} has no checkpoint yet; train it until its first checkpoint is saved.")
-        folder = steps[-1][1]
-    missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not (folder / name).is_file()]
-    if missing:
-        raise InputError(
-            f"{folder} lacks {' and '.join(missing)}; give a drafter's folder in z-lab's format or a run folder."
-        )
-    return folder
-
-
-def load_drafter_config(path: Path) -> DrafterConfig:
-    """The config of the drafter at `path` (see `find_drafter`), without its weights. Raises InputError."""
-    file = find_drafter(path) / CONFIG_FILE
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{file} is no JSON ({error}); give a drafter's folder in z-lab's format.") from error
-    if not isinstance(fields, dict):
-        raise InputError(f"{file} holds no JSON object; give a drafter's folder in z-lab's format.")
-    return DrafterConfig.from_json(fields)
+__all__ = [
+    "CONFIG_FILE",
+    "WEIGHTS_FILE",
+    "check_drafter_fits",
+    "check_drafter_fits_target",
+    "find_drafter",
+    "load_drafter",
+    "load_drafter_config",
+]
 
 
 def load_drafter(path: Path, device: torch.device | str, dtype: torch.dtype) -> Drafter:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from dflash_train.errors import InputError
+from dflash_train.stage2_drafter.drafter_config import DrafterConfig
 from dflash_train.store.calibration import Calibration
 from dflash_train.store.checksums import (
     CHECKSUMS_NAME,
@@ -37,6 +38,8 @@ from dflash_train.store.checksums import (
 from dflash_train.store.encoding import Encoding
 from dflash_train.store.files import Files, write_directory
 
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
 _NAME = re.compile(r"step-(\d{8,})")
 _TRASH = ".trash-"
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
@@ -253,6 +256,40 @@ def prune_checkpoints(run: Path, keep: int, files: Files | None = None) -> list[
     for checkpoint in removed:
         _remove(checkpoint.path, files)
     return removed
+
+
+def find_drafter(path: Path) -> Path:
+    """The folder with config.json and model.safetensors: `path` itself, or the newest checkpoint of the run `path`."""
+    if not path.is_dir():
+        raise InputError(f"{path} is no folder; give a drafter's folder or the run folder of `dflash train-drafter`.")
+    folder = path
+    if not (path / WEIGHTS_FILE).is_file() and (path / "checkpoints").is_dir():
+        steps = sorted(
+            (int(found.name.removeprefix("step-")), found)
+            for found in (path / "checkpoints").glob("step-*")
+            if found.name.removeprefix("step-").isdigit()
+        )
+        if not steps:
+            raise InputError(f"The run {path} has no checkpoint yet; train it until its first checkpoint is saved.")
+        folder = steps[-1][1]
+    missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not (folder / name).is_file()]
+    if missing:
+        raise InputError(
+            f"{folder} lacks {' and '.join(missing)}; give a drafter's folder in z-lab's format or a run folder."
+        )
+    return folder
+
+
+def load_drafter_config(path: Path) -> DrafterConfig:
+    """The config of the drafter at `path` (see `find_drafter`), without its weights. Raises InputError."""
+    file = find_drafter(path) / CONFIG_FILE
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file} is no JSON ({error}); give a drafter's folder in z-lab's format.") from error
+    if not isinstance(fields, dict):
+        raise InputError(f"{file} holds no JSON object; give a drafter's folder in z-lab's format.")
+    return DrafterConfig.from_json(fields)
 
 
 def load_masters(named: Iterable[tuple[str, torch.nn.Parameter]], masters: Mapping[str, Tensor], source: Path) -> None:

@@ -44,6 +44,9 @@ class TrainConfig:
     """K: tokens of a block, the anchor included, so the drafter proposes K - 1; 16 generalises down, never up."""
     drafter_config: Path | None = None
     """A drafter's config.json in z-lab's format, used instead of num_layers, block_size and the target's geometry."""
+    init_from: Path | None = None
+    """A drafter whose weights a new run starts from, and whose config.json it takes: a folder in z-lab's format, or a
+    run. A run that goes on reads its own checkpoint instead."""
     mask_token: int | str | None = None
     """Id or text of the token in the block's open slots; by default the tokenizer's own, else its first unused row."""
     row_tokens: int = 8192
@@ -58,11 +61,11 @@ class TrainConfig:
     """Optimizer steps of the whole run; 0 writes the untrained drafter and stops. Excludes epochs."""
     epochs: int | None = None
     """Passes over the store, anchors drawn anew in each; 6 (the paper's) where steps is not given either."""
+    optimizer: str = "adamw"
+    """adamw (the paper's); muon: the layers' matrices by torch.optim.Muon, `fc` and the norms still by AdamW."""
     lr: float = 6e-4
     """Peak learning rate (the paper's); Muon's updates are scaled to the size of AdamW's, so the same serves both."""
     betas: tuple[float, float] = (0.9, 0.95)
-    optimizer: str = "adamw"
-    """adamw (the paper's); muon: the layers' matrices by torch.optim.Muon, `fc` and the norms still by AdamW."""
     """AdamW's moments; unpublished by the paper, the values usual for transformers of this size."""
     weight_decay: float = 0.0
     """Decay of matrices, never of norms; 0 as in SpecForge and DeepSpec."""
@@ -76,15 +79,15 @@ class TrainConfig:
     """Share of the steps that fall under wsd."""
     min_lr_ratio: float = 0.1
     """Last learning rate over the peak, for cosine and wsd."""
+    activation_checkpointing: bool = False
+    """Keep only the layers' inputs and compute the rest again in the backward pass: less memory, about a third more
+    work on the layers."""
     loss: str = "decay"
     """decay: weights exp(-(k - 1) / gamma) by slot (the paper's); dpace: arXiv 2605.18810."""
     gamma: float | None = None
     """Slots over which the weight falls by e; by default 7, 5, 4 for K = 16, 10, 8 (the paper's), else (K - 1) / 2."""
     dpace_alpha: float = 0.5
     """Smoothing of D-PACE's probabilities towards 1 (its paper's)."""
-    activation_checkpointing: bool = False
-    """Keep only the layers' inputs and compute the rest again in the backward pass: less memory, about a third more
-    work on the layers."""
     seed: int = 0
     """Seeds the drafter's first weights, the rows and the anchors."""
     holdout: float = 0.02
@@ -112,8 +115,14 @@ class TrainConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "store", Path(self.store))
         object.__setattr__(self, "run", Path(self.run))
-        if self.drafter_config is not None:
-            object.__setattr__(self, "drafter_config", Path(self.drafter_config))
+        for name in ("drafter_config", "init_from"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, Path(getattr(self, name)))
+        if self.drafter_config is not None and self.init_from is not None:
+            raise InputError(
+                f"Both --drafter-config {self.drafter_config} and --init-from {self.init_from} are given, but the "
+                "drafter that the weights come from has a config.json of its own. Give one of the two."
+            )
         object.__setattr__(self, "betas", tuple(self.betas))
         if self.steps is not None and self.epochs is not None:
             raise InputError(

@@ -17,6 +17,7 @@ from dflash_train.errors import InputError
 from dflash_train.stage2_drafter.checkpoint import Checkpoint, newest_checkpoint
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.drafter_config import DrafterConfig
+from dflash_train.stage2_drafter.initial_weights import initial_weights, read_initial_config
 from dflash_train.stage2_drafter.rows import HoldoutRows, RowSchedule, check_lengths, split_holdout
 from dflash_train.stage2_drafter.run_folder import read_ledger
 from dflash_train.store.manifest import Manifest
@@ -107,8 +108,10 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_drafter_config(config: TrainConfig, reader: StoreReader) -> DrafterConfig:
-    """The drafter of this run: from --drafter-config, checked against the store, else shaped like the target."""
+    """The drafter of this run: from --init-from or --drafter-config, checked against the store, else like the target."""
     manifest = reader.manifest
+    if config.init_from is not None:
+        return _initial_drafter_config(config, config.init_from, reader)
     if config.drafter_config is None:
         return DrafterConfig.from_target(
             reader.target_config(),
@@ -126,11 +129,30 @@ def make_drafter_config(config: TrainConfig, reader: StoreReader) -> DrafterConf
         raise InputError(
             f"--drafter-config {path} cannot be read: {error}. Give a drafter's config.json in z-lab's format."
         ) from error
+    return _fitted(drafter_config, config, reader, path)
+
+
+def _initial_drafter_config(config: TrainConfig, path: Path, reader: StoreReader) -> DrafterConfig:
+    """The config of the drafter that the run starts from, or started from: a checkpoint no longer needs its folder."""
+    checkpoint = newest_checkpoint(config.run)
+    if checkpoint is not None:
+        return _fitted(DrafterConfig.from_json(checkpoint.state().drafter), config, reader, checkpoint.path)
+    return _fitted(read_initial_config(path), config, reader, path)
+
+
+def _fitted(drafter_config: DrafterConfig, config: TrainConfig, reader: StoreReader, source: Path) -> DrafterConfig:
+    """A drafter config that was read, with the mask token that was asked for, checked against the store."""
     if config.mask_token is not None:
-        mask_token_id = resolve_mask_token(config.mask_token, manifest.vocab_size, reader.tokenizer_path())
+        mask_token_id = resolve_mask_token(config.mask_token, reader.manifest.vocab_size, reader.tokenizer_path())
         drafter_config = dataclasses.replace(drafter_config, mask_token_id=mask_token_id)
-    check_drafter(drafter_config, manifest, config.store, path)
+    check_drafter(drafter_config, reader.manifest, config.store, source)
     return drafter_config
+
+
+def check_initial_weights(run: PreparedRun) -> None:
+    """Refuse weights to start from that the store's projection would change too much; nothing without a projection."""
+    if run.config.init_from is not None and run.reader.encoding.is_projected:
+        initial_weights(run.config.init_from, run.reader.encoding, run.reader.calibration)
 
 
 def check_drafter(drafter_config: DrafterConfig, manifest: Manifest, store: Path, source: Path) -> None:
@@ -153,7 +175,7 @@ def check_drafter(drafter_config: DrafterConfig, manifest: Manifest, store: Path
     if differences:
         raise InputError(
             f"{source} does not fit {store}: {'; '.join(differences)}. "
-            "Extract again with this target and these layers, or change --drafter-config."
+            "Extract again with this target and these layers, or give another drafter."
         )
 
 

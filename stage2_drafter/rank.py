@@ -91,6 +91,8 @@ def run_rank(
             )
         if checkpoint is not None:
             trainer.restore(checkpoint)
+        elif config.init_from is not None:
+            trainer.start_from(config.init_from)
         if rank == 0:
             rewind_metrics(config.run, trainer.step, evaluated=trainer.evaluation is not None)
         stopped = trainer.train()

@@ -29,7 +29,13 @@ from dflash_train.machine.launch import (
 from dflash_train.stage2_drafter.checkpoint import Checkpoint, newest_checkpoint
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.events import Progress
-from dflash_train.stage2_drafter.preparation import PreparedRun, check_resume, planned_segments, prepare_run
+from dflash_train.stage2_drafter.preparation import (
+    PreparedRun,
+    check_initial_weights,
+    check_resume,
+    planned_segments,
+    prepare_run,
+)
 from dflash_train.stage2_drafter.rank import RANK_FUNCTION, run_rank
 from dflash_train.stage2_drafter.run_folder import check_disk_space, run_lock
 from dflash_train.store.opened import list_segments
@@ -76,6 +82,8 @@ def train(config: TrainConfig, report: Report = print, progress: Progress = lamb
     with run_lock(config.run) if config.run.exists() else nullcontext():
         run = prepare_run(config, planned_segments(config.run))
         checkpoint = check_resume(run)
+        if checkpoint is None:
+            check_initial_weights(run)
         check_disk_space(config.run, _num_parameters(run), config.keep)
     if checkpoint is not None and checkpoint.step >= run.total_steps:
         report(f"the run is complete at step {checkpoint.step}; give more --steps or --epochs to go on")

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from dflash_train.stage2_drafter.compiled import CompiledDrafter
 from dflash_train.stage2_drafter.drafter import Drafter
 from dflash_train.stage2_drafter.events import Progress, StepDone
 from dflash_train.stage2_drafter.fp8 import Fp8Head
+from dflash_train.stage2_drafter.initial_weights import initial_weights
 from dflash_train.stage2_drafter.loss import block_weights, dpace_weights, frozen_head_cross_entropy, weighted_loss
 from dflash_train.stage2_drafter.metrics import MetricsLog, StepNumbers, StepSums, format_evaluation, format_step
 from dflash_train.stage2_drafter.optimizer import (
@@ -122,6 +124,13 @@ class Trainer:
         load_masters(self.named, checkpoint.masters(), checkpoint.path)
         load_optimizer_tensors(self.optimizer, self.named, checkpoint.optimizer())
         self.step, self.evaluation = checkpoint.step, checkpoint.state().evaluation
+
+    def start_from(self, path: Path) -> None:
+        """Begin a new run with the weights of an existing drafter, on every rank alike."""
+        reader = self.run.reader
+        initial = initial_weights(path, reader.encoding, reader.calibration, self.rank.device)
+        load_masters(self.named, initial.masters, initial.folder)
+        self.report(initial.describe())
 
     def save(self) -> Checkpoint | None:
         """Write a checkpoint and drop old ones, on rank 0; the others go on and wait at the next step's all-reduce."""

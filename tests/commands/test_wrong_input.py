@@ -1294,6 +1294,43 @@ CASES: dict[str, list[Case]] = {
             in_order(remove("store.zarr/segments"), make_folder("store.zarr/segments")),
         ),
         Case(
+            "a drafter to start from that is not there",
+            f"{TRAIN} --init-from no",
+            1,
+            "no is no folder; give a drafter's folder or the run folder of `dflash train-drafter`.",
+        ),
+        Case(
+            "a target to start from",
+            f"{TRAIN} --init-from target",
+            1,
+            "The drafter's config.json has no dflash_config; this is no DFlash checkpoint in z-lab's format. Give the config.json of one.",
+        ),
+        Case(
+            "a drafter to start from with its geometry given beside",
+            f"{TRAIN} --init-from run --drafter-config {CHECKPOINT}/config.json",
+            1,
+            "Both --drafter-config run/checkpoints/step-00000001/config.json and --init-from run are given, but the drafter that the weights come from has a config.json of its own. Give one of the two.",
+        ),
+        Case(
+            "a drafter to start from with layers that its config lacks",
+            f"{TRAIN} --init-from run",
+            1,
+            "--init-from run/checkpoints/step-00000001 does not fit its config.json: layers.0.mlp.down_proj.weight is [32, 64], wanted [32, 128]; layers.0.mlp.gate_proj.weight is [64, 32], wanted [128, 32]; layers.0.mlp.up_proj.weight is [64, 32], wanted [128, 32]. Give a drafter that was exported whole.",
+            edit_json(CHECKPOINT / "config.json", intermediate_size=128),
+        ),
+        Case(
+            "going on with a drafter to start from",
+            f"{RESUME} --init-from run --steps 2",
+            1,
+            "run/checkpoints/step-00000001 cannot be resumed with these options: --init-from is run, the checkpoint has None. Give the options the run began with, or another --run folder.",
+        ),
+        Case(
+            "an optimizer that is not known",
+            f"{TRAIN} --optimizer sgd",
+            2,
+            "Invalid value for '--optimizer': 'sgd' is not one of 'adamw', 'muon'.",
+        ),
+        Case(
             "a drafter config that is not there",
             f"{TRAIN} --drafter-config no.json",
             1,
@@ -1357,7 +1394,7 @@ CASES: dict[str, list[Case]] = {
             "a drafter config of another target",
             f"{TRAIN} --drafter-config {CHECKPOINT}/config.json",
             1,
-            "run/checkpoints/step-00000001/config.json does not fit store.zarr: num_target_layers of the store is 5 but the drafter config has 7. Extract again with this target and these layers, or change --drafter-config.",
+            "run/checkpoints/step-00000001/config.json does not fit store.zarr: num_target_layers of the store is 5 but the drafter config has 7. Extract again with this target and these layers, or give another drafter.",
             edit_json(CHECKPOINT / "config.json", num_target_layers=7),
         ),
         Case(
