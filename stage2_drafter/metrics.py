@@ -123,9 +123,11 @@ class MetricsLog:
         self._board.close()
 
 
-def format_step(step: int, total: int, values: Mapping[str, Any]) -> str:
-    """One plain line for the terminal."""
-    skipped = " (skipped: not finite)" if values["skipped"] else ""
+def format_step(step: int, total: int, values: Mapping[str, Any], bad_steps: int = 0, bad_step_limit: int = 0) -> str:
+    """One plain line for the terminal; bad_steps is how many steps in a row up to this one were not finite."""
+    skipped = f" (skipped: {values['skipped']})" if values["skipped"] else ""
+    if bad_steps:
+        skipped = f" (skipped: not finite, {bad_steps} in a row; the run ends at {bad_step_limit})"
     return (
         f"step {step} of {total}{skipped}: {_quality(values)}, {values['tokens_per_second']:,.0f} tokens/s, "
         f"{values['wait_share']:.0%} of the time waiting for data, lr {values['lr']:.2e}, gradient norm "

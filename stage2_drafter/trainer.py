@@ -183,8 +183,8 @@ class Trainer:
                 if log is not None:
                     log.write("train", self.step, values)
                     self.progress(StepDone(self.step, total, time.perf_counter() - began, values))
-                if self.step % config.log_every == 0 or self.step in (1, total):
-                    self.report(format_step(self.step, total, values))
+                if self.step % config.log_every == 0 or self.step in (1, total) or self._bad_steps:
+                    self.report(format_step(self.step, total, values, self._bad_steps, config.bad_step_limit))
                 self.evaluation = None
                 if self._evaluation_due() and (self.step == total or not stopped):
                     self._evaluate_and_log(log)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -48,6 +49,7 @@ def compiler_left_as_found(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch.compiler.set_stance("default")
     for function in reversed(undo):
         function()
+    torch._functorch.config.activation_memory_budget = 1.0
     torch._dynamo.reset()
 
 
@@ -173,3 +175,34 @@ def test_bf16_drafter_compiles_its_graphs_and_never_again(make_config: Any, make
     q, k = (torch.randn(1, 2, length, 32, device="cuda") for length in (128, 128))
     with pytest.raises(RuntimeError, match="about to run dense|ecompile"):
         flex_attention(q, k, k)
+
+
+def test_checkpointed_layers_keep_less_and_give_the_same_gradients(make_config: Any, make_row: Any) -> None:
+    config = make_config(initializer_range=0.1, **GEOMETRY)
+    row, results = make_row(config, LENGTHS, S, A, seed=1), []
+    inputs = row.inputs("cuda")
+    upstream = torch.randn(A * 16, 128, generator=torch.Generator().manual_seed(0)).cuda()
+
+    def step(drafter: Any) -> None:
+        drafter(*inputs).float().backward(upstream)
+
+    for given in (False, True):
+        torch._dynamo.reset()
+        compiled = CompiledDrafter(
+            Drafter(config, seed=4), device="cuda", row_tokens=S, num_anchors=A, activation_checkpointing=given
+        )
+        compiled.warm_up(partial(step, compiled))
+        assert compiled.summary().startswith("compiled 1 graphs in ")
+        before = torch.cuda.memory_allocated()
+        hidden = compiled(*inputs)
+        kept = torch.cuda.memory_allocated() - before
+        hidden.float().backward(upstream)
+        gradients = {name: p.grad for name, p in compiled.drafter.named_parameters() if p.grad is not None}
+        assert compiled.recompilations() == 0
+        compiled.close()
+        results.append((kept, hidden.detach().float(), gradients))
+    (much, hidden, gradients), (little, same_hidden, same_gradients) = results
+    assert little < 0.6 * much, f"{little} of {much} bytes kept"
+    assert relative_error(same_hidden, hidden) < 4e-3
+    for name, gradient in gradients.items():
+        assert relative_error(same_gradients[name], gradient) < 1e-2, name

@@ -173,6 +173,31 @@ def test_steps_that_are_not_finite_are_skipped_and_then_stop_the_run(
     assert [line["skipped"] for line in read_metrics(config.run)] == ["not finite"] * 2
 
 
+def test_a_gradient_that_is_not_finite_is_skipped_and_said_at_once(
+    make_store: MakeStore, make_train_config: MakeConfig
+) -> None:
+    """The loss is finite; between two lines of the log, a skipped step has one of its own."""
+    config = make_train_config(make_store(), steps=9, bad_step_limit=2, holdout=0.0, log_every=100)
+    lines: list[str] = []
+    trainer = Trainer(prepare_run(config), Rank(), lines.append, lambda: False)
+    config.run.mkdir()
+    calls: list[int] = []
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        calls.append(1)  # two rows a step
+        return gradient * float("inf") if len(calls) in (7, 11, 13) else gradient
+
+    trainer.drafter.norm.weight.register_hook(spoil)  # type: ignore[no-untyped-call]
+    with pytest.raises(
+        InputError, match=r"The gradient was not finite in 2 steps in a row, .* samples (0{13}\w{3}, ?)+"
+    ):
+        trainer.train()
+    steps = [line for line in lines if line.startswith("step")]
+    assert [line.split(":")[0] for line in steps] == ["step 1 of 9", *[f"step {n} of 9 (skipped" for n in (3, 5)]]
+    assert "(skipped: not finite, 1 in a row; the run ends at 2)" in steps[1]
+    assert [line["skipped"] for line in read_metrics(config.run)] == [None, None, "not finite", None, "not finite"]
+
+
 # -- checkpoints, stops, resumes ---------------------------------------------------------------------------------------
 
 

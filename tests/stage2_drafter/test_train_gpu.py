@@ -1,6 +1,7 @@
 """The trainer on CUDA: compiled once, bf16, resumed, and over two GPUs where there are two. About a minute on an H200."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,23 @@ def test_two_gpus_follow_the_curve_of_one(wide_store: Path, make_train_config: C
         train(config, report=print)
         curves.append([line["loss"] for line in read_metrics(config.run)])
     assert curves[1] == pytest.approx(curves[0], rel=3e-2)  # bf16 reduction
+
+
+def test_muon_goes_on_from_a_drafter_with_layers_checkpointed(
+    wide_store: Path, make_train_config: Callable[..., TrainConfig]
+) -> None:
+    options = {**GPU_OPTIONS, "devices": "0", "schedule": "constant", "lr": 2e-3}
+    first = make_train_config(wide_store, steps=40, **options)
+    train(first, report=print)
+    new = {**options, "steps": 10, "optimizer": "muon", "activation_checkpointing": True, "init_from": first.run}
+    whole, parts = (make_train_config(wide_store, run=name, **new) for name in ("whole", "parts"))
+    lines: list[str] = []
+    train(whole, report=lines.append)
+    assert any(line.startswith("starting from the weights of ") for line in lines)
+    assert any(line.endswith("0 recompilations") for line in lines)
+    train(replace(parts, steps=4), report=print)
+    train(parts, report=print)
+    before, after = read_metrics(first.run, "evaluation")[-1], read_metrics(whole.run, "evaluation")[0]
+    assert after["loss"] == pytest.approx(before["loss"], rel=3e-2)  # its weights were rounded to bf16
+    ours, theirs = ([line["loss"] for line in read_metrics(config.run)] for config in (whole, parts))
+    assert len(theirs) == 10 and theirs == pytest.approx(ours, rel=1e-3)
