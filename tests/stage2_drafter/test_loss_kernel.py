@@ -1,13 +1,8 @@
-"""The loss kernel against its eager twin: on the CPU through Triton's interpreter (in a process of its own), on CUDA as
-it runs. The interpreter is chosen by an environment variable that Triton reads when the kernel is defined."""
+"""The loss kernel against its eager twin: through Triton's interpreter where there is no GPU, on CUDA as it runs."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,19 +20,9 @@ from dflash_train.stage2_drafter.loss import (
 )
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+pytest.importorskip("triton")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=[pytest.mark.gpu, gpu])]
-
-
-@pytest.mark.skipif(INTERPRETED or not HAS_TRITON, reason="needs triton, and is not for the process that it starts")
-def test_interpreted_kernel_is_the_eager_twin() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__)), "-k", "cpu"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    root = Path(__file__).parents[2]
-    result = subprocess.run(command, check=False, env=environment, cwd=root, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
-    assert " passed" in result.stdout and "failed" not in result.stdout
 
 
 def make_logits(
