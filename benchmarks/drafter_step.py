@@ -105,7 +105,7 @@ def drafter_config(shape: StepShape) -> DrafterConfig:
 
 
 def our_step(
-    shape: StepShape, inputs: StepInputs, precision: str
+    shape: StepShape, inputs: StepInputs, precision: str, activation_checkpointing: bool = False
 ) -> tuple[nn.Module, Callable[[], Tensor], CompiledDrafter]:
     """The trainer's forward on a row that is on the device: mask, drafter, frozen head, weights."""
     device = inputs.features.device
@@ -117,7 +117,12 @@ def our_step(
             else:
                 parameter.normal_(0.0, 0.02)
     compiled = CompiledDrafter(
-        drafter, device=device, row_tokens=shape.row_tokens, num_anchors=shape.num_anchors, precision=precision
+        drafter,
+        device=device,
+        row_tokens=shape.row_tokens,
+        num_anchors=shape.num_anchors,
+        precision=precision,
+        activation_checkpointing=activation_checkpointing,
     )
     lm_head = Fp8Head.quantise(inputs.lm_head) if precision == "fp8" else inputs.lm_head
     documents = np.arange(shape.num_documents, dtype=np.int32).repeat(shape.document_tokens)
@@ -239,7 +244,9 @@ def run_geometry(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
             ours[label] = rest[0]
 
     for precision in arguments.precision or ["bf16"]:
-        add(OURS if precision == "bf16" else OURS_FP8, partial(our_step, shape, inputs, precision))
+        label = OURS if precision == "bf16" else OURS_FP8
+        label += ", activation checkpointing" if arguments.checkpointing else ""
+        add(label, partial(our_step, shape, inputs, precision, arguments.checkpointing))
     if "specforge" in arguments.peer:
         add("SpecForge 0.2.0, as shipped", lambda: specforge_step(shape, inputs))
         add("SpecForge 0.2.0, inside torch.compile", lambda: specforge_step(shape, inputs, compiled=True))
@@ -304,6 +311,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("bf16", "fp8"), action="append", help="ours; default: bf16")
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--checkpointing", action="store_true", help="ours computes activations again")
     parser.add_argument("--mask", action="store_true")
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--json", type=Path)
