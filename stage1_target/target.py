@@ -16,7 +16,7 @@ import importlib.util
 import io
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -256,7 +256,7 @@ class Target:
             self.layers[i].register_forward_hook(hook_of(number)) for number, i in enumerate(self.target_layer_ids)
         ]
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _rows_are_not_packed():
                 self.decoder(input_ids=token_ids.to(self.device, non_blocking=True), use_cache=False)
         except _LastTapReached:
             return
@@ -264,6 +264,26 @@ class Target:
             for handle in handles:
                 handle.remove()
         raise AssertionError("the forward ended before the last tapped layer ran")
+
+
+@contextlib.contextmanager
+def _rows_are_not_packed() -> Iterator[None]:
+    """Keep transformers from looking for packed sequences in the positions, which are always 0 ... T - 1 here.
+
+    It asks the GPU whether there are any, at the start of each forward, and so waits for the batch before to end.
+    """
+    from transformers import masking_utils
+
+    name = "find_packed_sequence_indices"
+    search = getattr(masking_utils, name, None)
+    if search is None:  # another version of transformers
+        yield
+        return
+    setattr(masking_utils, name, lambda *_arguments, **_keywords: None)
+    try:
+        yield
+    finally:
+        setattr(masking_utils, name, search)
 
 
 def find_decoder(model: Any, model_config: Any) -> tuple[nn.Module, nn.ModuleList]:

@@ -104,6 +104,46 @@ def test_layers_above_the_last_tap_never_run(tiny_target: Callable[..., Path]) -
     assert calls[-6:] == [0, 1, 2, 3, 4, -1]
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_forward_looks_for_no_packed_sequences(
+    tiny_target: Callable[..., Path], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search asks the GPU and so waits for the batch before."""
+    from transformers import masking_utils
+
+    searches: list[torch.Tensor] = []
+    search = masking_utils.find_packed_sequence_indices
+
+    def counted(position_ids: torch.Tensor) -> Any:
+        searches.append(position_ids)
+        return search(position_ids)
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", counted)
+    target = load(tiny_target(kind), (0, 2))
+    padded, _ = ragged_rows(target.vocab_size)
+    searches.clear()
+    target.hidden_states(padded)
+    assert searches == []
+    with torch.no_grad():
+        target.model(padded, use_cache=False)
+    assert searches, "outside it is as it was"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_forward_on_a_gpu_waits_for_nothing(tiny_target: Callable[..., Path], kind: str) -> None:
+    target = load_target(TargetConfig(name=str(tiny_target(kind))), (0, 2), "cuda")
+    padded, _ = ragged_rows(target.vocab_size)
+    token_ids = padded.cuda()
+    target.run_taps(token_ids, lambda _layer, _states: None)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        target.run_taps(token_ids, lambda _layer, _states: None)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize(
     ("kind", "embedding_scale", "logit_scale", "softcap", "tied"),
     [
