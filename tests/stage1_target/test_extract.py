@@ -7,8 +7,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -22,7 +24,9 @@ from dflash_train.stage1_target import extract as extract_module
 from dflash_train.stage1_target import messages, preparation, worker, writer
 from dflash_train.stage1_target.extract import Event, ExtractConfig, Note, Progress, extract
 from dflash_train.stage1_target.forecast import Forecast
-from dflash_train.stage1_target.forward import EncodedBatch, Forwarder
+from dflash_train.stage1_target.forward import NUM_BUFFERS, EncodedBatch, Forwarder
+from dflash_train.stage1_target.host_buffers import HostBuffers
+from dflash_train.stage1_target.overlap import Overlap
 from dflash_train.stage1_target.recompute import recompute_samples
 from dflash_train.stage1_target.samples import DataConfig, SampleTable
 from dflash_train.stage1_target.target import Target, TargetConfig, load_target
@@ -540,6 +544,73 @@ def test_a_segment_is_committed_when_it_is_full_or_old(
     monkeypatch.setattr(writer, "POLL_SECONDS", 0.02)
     old, _ = write(replace(config, segment_seconds=0.05), table, batches[3:], seconds=0.4)
     assert sorted(index for message in old for index in message.indices) == [3, 4, 5]
+
+
+class FakeEvent:
+    """A CUDA event that has always happened already."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _other: "FakeEvent") -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "projected-int8"])
+def test_batches_through_reused_buffers_and_two_threads_are_stored_as_they_are(
+    config: ExtractConfig, target: Target, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of a GPU, with its streams and events replaced."""
+    prepared = preparation.prepare(replace(config, encoding=name), lambda _event: None)
+    encoding = make_encoding(name, 2, 32, 32 if name.startswith("projected") else None)
+    worker._create(prepared.config, target, encoding, prepared.table)
+    calibration = StoreReader(config.store).calibration
+    plain = Forwarder(target, encoding, calibration, prepared.table, config.batch_tokens)
+    batches = [[3 * number, 3 * number + 1, 3 * number + 2] for number in range(20)]
+    wanted = {batch[0]: list(plain.run(batch)) for batch in batches}
+    overlap = Overlap()
+    forwarder = Forwarder(target, encoding, calibration, prepared.table, config.batch_tokens, overlap)
+    forwarder._copies = SimpleNamespace(wait_event=lambda _event: None)
+    forwarder._buffers = HostBuffers(encoding, 3 * 200, NUM_BUFFERS, pinned=False)
+    monkeypatch.setattr(forwarder, "_to_device", lambda tensor: tensor)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
+    committed: list[messages.Committed] = []
+    store_writer = StoreWriter(prepared.config, encoding, prepared.table, {}, committed.append, 2, overlap)
+    for batch in batches:
+        for part in forwarder.run(batch):
+            assert isinstance(part, EncodedBatch) and part.is_copied
+            part.wait(overlap)
+            [other] = wanted[batch[0]]
+            assert isinstance(other, EncodedBatch) and torch.equal(part.features, other.features)
+            assert (part.scales is None) == (other.scales is None) and torch.equal(part.finite, other.finite)
+            assert not part.on_device
+            store_writer.put(part)
+    store_writer.close()
+    assert forwarder._buffers._free.qsize() == NUM_BUFFERS, "every buffer came back"
+    reader = StoreReader(config.store)
+    assert sorted(index for message in committed for index in message.indices) == list(range(60))
+    assert verify_store(config.store).problems == [] and len(reader.samples) == 60
+    stored = {sample.id: sample for sample in (reader.read(index) for index in range(60))}
+    for batch in batches:
+        [other] = wanted[batch[0]]
+        assert isinstance(other, EncodedBatch)
+        features, start = other.features.numpy(), 0
+        for index, length in zip(other.indices, other.lengths, strict=True):
+            sample = stored[int(prepared.table.ids[index])]
+            np.testing.assert_array_equal(sample.features.view(features.dtype), features[start : start + length])
+            if sample.scales is not None and other.scales is not None:
+                np.testing.assert_array_equal(sample.scales, other.scales.numpy()[start : start + length])
+            start += length
+    summary = overlap.summary()
+    assert summary["gpu_busy"] > 0 and len(summary["writers_busy"]) == 2 and summary["written_gb"] >= 0
 
 
 def test_a_segment_records_the_error_of_its_encoding_and_a_rise_of_it_is_warned_of(
