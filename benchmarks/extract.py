@@ -270,12 +270,20 @@ def versions() -> dict[str, str]:
     return found
 
 
+def target_bytes(geometry: str) -> float:
+    """About the size of a target's weights in bfloat16."""
+    shape = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, **GEOMETRIES[geometry]}
+    hidden, heads = shape["hidden_size"], shape["num_attention_heads"] + shape["num_key_value_heads"]
+    layer = hidden * (2 * heads * shape["head_dim"] + 3 * shape["intermediate_size"])
+    return float(2 * (2 * shape["vocab_size"] * hidden + shape["num_hidden_layers"] * layer))
+
+
 def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """All variants; `work` holds target, samples, logs and the stores on the RAM disk."""
+def measure(given: argparse.Namespace, work: Path, ram: Path) -> dict[str, Any]:
+    """All variants; `work` holds target, samples and logs, `ram` the stores on the RAM disk."""
     began = time.perf_counter()
     result: dict[str, Any] = {
         "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(given).items()},
@@ -293,7 +301,7 @@ def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
     states = 5 * GEOMETRIES[given.geometry]["hidden_size"]
     calibration: Path | None = None
     for encoding in ENCODINGS:
-        for place, folder in (("RAM disk", work), ("disk", given.folder)):
+        for place, folder in (("RAM disk", ram), ("disk", given.folder)):
             name = f"dflash extract {encoding}, {place}"
             if given.only and given.only not in name:
                 continue
@@ -344,8 +352,14 @@ def main() -> None:
         (given.forwards / "forwards.json").write_text(json.dumps(measure_forwards(given, given.forwards)))
         return
     given.folder = given.folder.resolve()
-    with tempfile.TemporaryDirectory(prefix="extract-benchmark-", dir=given.ram) as name:
-        result = measure(given, Path(name))
+    home = given.ram if free_bytes(given.ram) > 1.1 * target_bytes(given.geometry) + 1e9 else given.folder
+    free = [f"{free_bytes(folder) / 1e9:.0f} GB" for folder in (given.ram, given.folder)]
+    print(f"target in {home}; free: RAM disk {free[0]}, disk {free[1]}", flush=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="extract-benchmark-", dir=home) as work,
+        tempfile.TemporaryDirectory(prefix="extract-benchmark-", dir=given.ram) as ram,
+    ):
+        result = measure(given, Path(work), Path(ram))
     print(
         f"{result['samples']:,} samples, {result['tokens']:,} tokens, {result['seconds']:.0f} s; {result['versions']}"
     )
