@@ -157,6 +157,7 @@ def measure_forwards(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "num_tokens": num_tokens,
         "num_batches": len(batches),
         "padding": round(padding_share(batches), 4),
+        "padding_of_full_windows": round(full_windows_padding(given), 4),
         PADDED: rate(padded, batches, inputs, masks, given.device),
         BARE: rate(bare, batches, inputs, masks, given.device),
     }
@@ -167,6 +168,12 @@ def measure_forwards(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         if result["graphs"]:
             result[COMPILED] = rate(bare, batches, inputs, masks, given.device)
     return result
+
+
+def full_windows_padding(given: argparse.Namespace) -> float:
+    """Padding of the same lengths where there are many: a few hundred samples cannot be sorted into even batches."""
+    lengths = draw_lengths(10_000_000, given.max_tokens, given.seed)
+    return padding_share(plan_batches(lengths, np.arange(len(lengths)), given.batch_tokens, given.seed))
 
 
 def rate(
@@ -235,6 +242,7 @@ def show(result: dict[str, Any]) -> None:
             )
         else:
             print(f"| {name} | {found.get('skipped') or 'failed'} | | | | | |")
+    print(f"\nPadding of 10 million tokens of such lengths: {forwards['padding_of_full_windows']:.1%}.")
     print("\n| what the time went to | GPU busy | main thread waits for GPU | for writers | for batches ", end="")
     print(
         "| writers busy | GB/s while writing | in commits, s | host buffers, GB | limit |\n|---|---|---|---|---|---|---|---|---|---|"
