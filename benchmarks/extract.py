@@ -198,14 +198,14 @@ def rate(
 
 
 def run_extract(
-    given: argparse.Namespace, work: Path, encoding: str, store: Path, calibration: Path | None
+    given: argparse.Namespace, work: Path, encoding: str, store: Path, calibration: Path | None, gpus: str = "0"
 ) -> dict[str, Any]:
-    """Run the command and read its worker's log."""
+    """Run the command and read its workers' logs; of several, rates are added and the rest is the first one's."""
     logs = work / f"logs-{store.name}"
     command = [
         *(sys.executable, "-m", "dflash_train.cli", "extract", "--target", str(work / "target")),
         *("--data", str(work / "samples.parquet"), "--sample-cache", str(work / "samples"), "--store", str(store)),
-        *("--encoding", encoding, "--gpus", "0" if given.device == "cuda" else "cpu", "--log-folder", str(logs)),
+        *("--encoding", encoding, "--gpus", gpus if given.device == "cuda" else "cpu", "--log-folder", str(logs)),
         *("--batch-tokens", str(given.batch_tokens), "--max-tokens", str(given.max_tokens), "--seed", str(given.seed)),
         *("--calibration-tokens", str(given.calibration_tokens), "--allow-busy-gpus"),
         *("--compile-target",) * given.compile,
@@ -215,12 +215,16 @@ def run_extract(
     began = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     whole = time.perf_counter() - began
-    log = "\n".join(path.read_text() for path in sorted(logs.rglob("*.log")))
-    overlap = parse_overlap(log)
-    if done.returncode or overlap is None:
+    texts = [path.read_text() for path in sorted(logs.rglob("*.log"))]
+    log = "\n".join(texts)
+    workers = [found for found in map(parse_overlap, texts) if found is not None]
+    if done.returncode or len(workers) != len(gpus.split(",")):
         tail = "\n".join([*done.stdout.splitlines()[-5:], *done.stderr.splitlines()[-15:], *log.splitlines()[-15:]])
         return {"failed": tail}
-    return {**overlap, "whole_seconds": round(whole, 1), "lines": [line for line in log.splitlines() if "INFO" in line]}
+    rates = ("tokens", "tokens_per_second", "tokens_per_second_with_last_commit", "written_gb")
+    overlap = workers[0] | {key: sum(worker[key] for worker in workers) for key in rates}
+    lines = [line for line in log.splitlines() if "INFO" in line]
+    return {**overlap, "whole_seconds": round(whole, 1), "workers": workers, "lines": lines}
 
 
 def show(result: dict[str, Any]) -> None:
@@ -264,10 +268,15 @@ def show(result: dict[str, Any]) -> None:
     if "tokens_per_second" in extracts.get(INT8_RAM, {}):
         value = extracts[INT8_RAM]["tokens_per_second"]
         print("\n| bar | found | wanted | |\n|---|---|---|---|")
-        for text, found, wanted in (
+        bars = [
             ("extract int8 / padded forward", value / forwards[PADDED], 1.25),
             ("extract int8 / best bare forward", value / best, 0.93),
-        ):
+        ]
+        for name, several in extracts.items():
+            if "GPUs" in name and "tokens_per_second" in several:
+                number = len(several["workers"])
+                bars.append((f"{number} GPUs / one", several["tokens_per_second"] / value, 0.95 * number))
+        for text, found, wanted in bars:
             print(f"| {text} | {found:.2f} | >= {wanted} | {'met' if found >= wanted else 'missed'} |")
     for name, found in extracts.items():
         if "failed" in found:
@@ -312,32 +321,37 @@ def measure(given: argparse.Namespace, work: Path, ram: Path) -> dict[str, Any]:
     result["extracts"] = extracts
     states = 5 * GEOMETRIES[given.geometry]["hidden_size"]
     calibration: Path | None = None
-    for encoding in ENCODINGS:
-        for place, folder in (("RAM disk", ram), ("disk", given.folder)):
-            name = f"dflash extract {encoding}, {place}"
-            if given.only and given.only not in name:
-                continue
-            needed = int(lengths.sum()) * states * {"bf16": 2, "int8": 1}.get(encoding, 0.25) + 4e9 * (states > 1e4)
-            if time.perf_counter() - began > given.budget:
-                extracts[name] = {"skipped": "left out: the time is up"}
-                continue
-            if free_bytes(folder) < needed:
-                extracts[name] = {"skipped": f"left out: {folder} has {free_bytes(folder) / 1e9:.1f} GB free"}
-                continue
-            store = folder / f"extract-benchmark-{os.getpid()}-{encoding}-{place.split()[0].lower()}.zarr"
-            try:
-                extracts[name] = run_extract(
-                    given, work, encoding, store, calibration if "projected" in encoding else None
-                )
-            finally:
-                keep = (
-                    "projected" in encoding and place == "RAM disk" and store.is_dir()
-                )  # the projection takes longest
-                shutil.rmtree(store / "segments" if keep else store, ignore_errors=True)
-                calibration = store if keep else calibration
-                for left in folder.glob(f"{store.name}.*"):
-                    shutil.rmtree(left) if left.is_dir() else left.unlink()
-            print(name, json.dumps({key: value for key, value in extracts[name].items() if key != "lines"}), flush=True)
+    places = [("RAM disk", ram), ("disk", given.folder)]
+    variants = [(encoding, place, folder, "0") for encoding in ENCODINGS for place, folder in places]
+    if given.more_gpus:
+        variants.insert(1, ("int8", *places[0], given.more_gpus))
+    for encoding, place, folder, gpus in variants:
+        name = f"dflash extract {encoding}, {place}" + (f", GPUs {gpus}" if gpus != "0" else "")
+        if given.only and given.only not in name:
+            continue
+        needed = int(lengths.sum()) * states * {"bf16": 2, "int8": 1}.get(encoding, 0.25) + 4e9 * (states > 1e4)
+        if time.perf_counter() - began > given.budget:
+            extracts[name] = {"skipped": "left out: the time is up"}
+            continue
+        if free_bytes(folder) < needed:
+            extracts[name] = {"skipped": f"left out: {folder} has {free_bytes(folder) / 1e9:.1f} GB free"}
+            continue
+        store = folder / f"extract-benchmark-{os.getpid()}-{encoding}-{place.split()[0].lower()}.zarr"
+        try:
+            extracts[name] = run_extract(
+                given, work, encoding, store, calibration if "projected" in encoding else None, gpus
+            )
+        finally:
+            keep = "projected" in encoding and place == "RAM disk" and store.is_dir()  # the projection takes longest
+            shutil.rmtree(store / "segments" if keep else store, ignore_errors=True)
+            calibration = store if keep else calibration
+            for left in folder.glob(f"{store.name}.*"):
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+        print(
+            name,
+            json.dumps({key: value for key, value in extracts[name].items() if key not in ("lines", "workers")}),
+            flush=True,
+        )
     result["seconds"] = round(time.perf_counter() - began, 1)
     return result
 
@@ -351,6 +365,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(), help="A folder on the disk that is measured.")
     parser.add_argument("--seconds", type=float, default=12.0, help="Of the bare forward: how many samples there are.")
     parser.add_argument("--budget", type=float, default=400.0, help="No variant begins after so many seconds.")
+    parser.add_argument("--more-gpus", help="The int8 command to the RAM disk on these GPUs, too, such as 0,1.")
     parser.add_argument("--only", help="Only commands whose name contains this: int8, bf16, projected, RAM disk, …")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="Compile the target.")
     parser.add_argument("--batch-tokens", type=int, default=16_384)
