@@ -79,8 +79,9 @@ def make_target(geometry: str, folder: Path, device: str) -> Any:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     with torch.device(device):
         model = (
-            transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).to(dtype).eval().requires_grad_(False)
+            transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
         )
+    assert model.dtype == dtype
     model.save_pretrained(folder, max_shard_size="4GB")
     make_tokenizer().save_pretrained(folder)
     return model
@@ -363,7 +364,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--ram", type=Path, default=Path("/dev/shm"), help="A RAM disk, for target and stores.")
     parser.add_argument("--folder", type=Path, default=Path(), help="A folder on the disk that is measured.")
-    parser.add_argument("--seconds", type=float, default=12.0, help="Of the bare forward: how many samples there are.")
+    parser.add_argument("--seconds", type=float, default=10.0, help="Of the bare forward: how many samples there are.")
     parser.add_argument("--budget", type=float, default=400.0, help="No variant begins after so many seconds.")
     parser.add_argument("--more-gpus", help="The int8 command to the RAM disk on these GPUs, too, such as 0,1.")
     parser.add_argument("--only", help="Only commands whose name contains this: int8, bf16, projected, RAM disk, …")
