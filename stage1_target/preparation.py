@@ -143,6 +143,7 @@ def segment_attributes(prepared: Prepared) -> dict[str, Any]:
             "target": config.target.name,
             "max_tokens": config.data.max_tokens,
             "batch_tokens": config.batch_tokens,
+            "compile_target": config.compile_target,
             "seed": config.seed,
             "chat_template_arguments": config.data.chat_template_arguments,
         },
