@@ -127,7 +127,8 @@ def _work(
             hand_over()
             writer.close()
             overlap.closed()
-            logger.info("%s", overlap.line())
+            if overlap.num_tokens:  # else nothing ran, or too little to say
+                logger.info("%s", overlap.line())
             return
         else:
             hand_over()
