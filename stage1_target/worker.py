@@ -28,6 +28,7 @@ from dflash_train.stage1_target.overlap import Overlap
 from dflash_train.stage1_target.projection import fit_projection
 from dflash_train.stage1_target.samples import SampleTable
 from dflash_train.stage1_target.schedule import plan_batches
+from dflash_train.stage1_target.self_check import self_check
 from dflash_train.stage1_target.target import Target, load_target
 from dflash_train.stage1_target.writer import GPU_THREADS, StoreWriter
 from dflash_train.store.calibration import Calibration
@@ -93,6 +94,7 @@ def _work(
     send(messages.Ready())
     waiting: list[EncodedBatch | Unfit] = []  # parts of a batch on their way to the host
     ran: list[int] = []  # the number of the batch, once all its parts are waiting
+    checked = False
 
     def hand_over() -> None:
         for part in waiting:
@@ -119,6 +121,9 @@ def _work(
                 writer.check()
         command = connection.recv()
         if isinstance(command, messages.Run):
+            if not checked and len(command.indices) > 1:
+                checked = True
+                _check_batch(target, table, command.indices, reader.calibration.channel_scale)
             for part in forwarder.run(command.indices):
                 hand_over()  # what ran before this part, while it runs
                 waiting.append(part)
@@ -133,6 +138,14 @@ def _work(
         else:
             hand_over()
             writer.put(command)
+
+
+def _check_batch(target: Target, table: SampleTable, indices: tuple[int, ...], channel_scale: torch.Tensor) -> None:
+    """Stop here, before a batch is written, if its states are not those of its samples alone."""
+    result = self_check(target, [table.sample(index)[2] for index in indices], channel_scale, pad_right)
+    if result is not None:
+        logger.info("Checked: %s.", result)
+        result.stop_if_wrong()
 
 
 def _create(config: ExtractConfig, target: Target, encoding: Encoding, table: SampleTable) -> None:
@@ -152,6 +165,10 @@ def _create(config: ExtractConfig, target: Target, encoding: Encoding, table: Sa
         calibration = Calibration.from_arrays(calibrate(target, batches()))
         if encoding.is_projected:  # the same tokens again, now that D is known: keeping them would take gigabytes
             calibration = fit_projection(target, batches(), calibration.channel_scale, encoding, config.seed)
+    schedule = plan_batches(table.lengths, range(len(table)), config.batch_tokens, config.seed)
+    several = next((batch.indices for batch in schedule if len(batch.indices) > 1), ())
+    if several:  # before the store is there: its calibration would be of wrong states
+        _check_batch(target, table, several, calibration.channel_scale)
     manifest = build_manifest(target, encoding, calibration.hash)
     create_store(config.store, manifest, calibration, frozen_target(target))
     logger.info("Created %s.", config.store)
