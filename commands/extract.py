@@ -83,6 +83,11 @@ from dflash_train.units import format_duration
 )
 @click.option("--log-folder", type=click.Path(path_type=Path), help="Where workers log. Default: STORE.logs.")
 @click.option(
+    "--require-fast-kernels",
+    is_flag=True,
+    help="Stop where a fast path is missing (kernels of linear attention, sdpa, bf16 weights, tokenizer), not only warn.",
+)
+@click.option(
     "--dry-run", is_flag=True, help="Forecast samples, tokens and size, and stop before the target is loaded."
 )
 @progress_options
@@ -109,7 +114,14 @@ def extract(
     target_layer_ids = layer_ids_of(target_layers)
     template_arguments = chat_template_arguments_of(chat_template_arguments)
     if not fields["dry_run"]:
-        check_start(gpus=gpus, store=fields["store"], target=target, revision=revision, allow_busy_gpus=allow_busy_gpus)
+        check_start(
+            gpus=gpus,
+            store=fields["store"],
+            target=target,
+            revision=revision,
+            allow_busy_gpus=allow_busy_gpus,
+            slow_paths=False,
+        )
     from dflash_train.commands.display import ExtractView
     from dflash_train.stage1_target.events import Event
     from dflash_train.stage1_target.extract import ExtractConfig

@@ -20,6 +20,7 @@ from dflash_train.errors import InputError
 from dflash_train.machine.disks import PROBE_BYTES, disk_speed, existing_parent, file_system, is_remote, why_unwritable
 from dflash_train.machine.gpus import Driver, GpuState, gibibytes, read_driver, read_gpus
 from dflash_train.machine.launch import Device, parse_devices, torchrun_place, user_cache_folder, visible_gpus
+from dflash_train.stage1_target.slow_paths import KERNELS, TOKENIZER, missing_kernels, slow_tokenizer
 from dflash_train.stage1_target.target_files import TargetFiles, read_target_files
 
 LEAST_FREE_BYTES = 2**30  # a checkpoint of a small drafter, or a segment's half
@@ -62,6 +63,8 @@ class Plan:
     """Its revision on the hub."""
     allow_busy_gpus: bool = False
     """Whether a GPU that others use is only a warning."""
+    slow_paths: bool = True
+    """Whether to look for fast paths that the target lacks; extract does that itself, of what it loads."""
 
 
 def check_machine(plan: Plan, thorough: bool = False) -> list[Check]:
@@ -80,7 +83,8 @@ def check_machine(plan: Plan, thorough: bool = False) -> list[Check]:
             checks += check_disk(folder, thorough)
     checks += [check_shared_memory(num_gpus), check_open_files()]
     if plan.target is not None:
-        checks += check_target(read_target_files(plan.target, plan.revision, ask_hub=thorough), num_gpus)
+        found = check_target(read_target_files(plan.target, plan.revision, ask_hub=thorough), num_gpus)
+        checks += [check for check in found if plan.slow_paths or check.name == "target"]
     checks.append(check_script())
     return checks
 
@@ -279,37 +283,17 @@ def check_open_files() -> Check:
 
 def check_target(files: TargetFiles, num_gpus: int, has_module: Callable[[str], bool] | None = None) -> list[Check]:
     """Are the fast kernels of the target's layers installed, and has it a fast tokenizer?"""
-    from importlib.util import find_spec
-
-    installed = has_module or (lambda module: find_spec(module) is not None)
     if files.problem is not None:
         return [Check("target", files.severity, f"{files.problem}.", files.way_out)]
-    checks = []
-    missing = [package for module, package in files.fast_kernels() if not installed(module)]
-    if missing and num_gpus:
-        checks.append(
-            Check(
-                "fast kernels",
-                "warning",
-                f"{files.name} has {files.layers_with_kernels()} layers, which run in plain torch, many times slower, "
-                f"without {' and '.join(missing)}.",
-                f"pip install {' '.join(missing)}",
-            )
-        )
+    slow = missing_kernels(files, has_module) if num_gpus else None
+    if slow is None:
+        checks = [Check(KERNELS, "ok", f"{files.name} needs none that is missing.")]
     else:
-        checks.append(Check("fast kernels", "ok", f"{files.name} needs none that is missing."))
-    if files.has_fast_tokenizer is False:
-        checks.append(
-            Check(
-                "tokenizer",
-                "warning",
-                f"{files.name} has no tokenizer.json; unless transformers can convert its tokenizer, it runs in Python and "
-                "cannot mark the answers.",
-                "Convert it once with AutoTokenizer and save_pretrained, or give data with input_ids and loss_mask.",
-            )
-        )
+        checks = [Check(KERNELS, "warning", slow.text, slow.way_out)]
+    if (slow := slow_tokenizer(files)) is not None:
+        checks.append(Check(TOKENIZER, "warning", slow.text, slow.way_out))
     elif files.has_fast_tokenizer:
-        checks.append(Check("tokenizer", "ok", "it has a fast implementation."))
+        checks.append(Check(TOKENIZER, "ok", "it has a fast implementation."))
     return checks
 
 

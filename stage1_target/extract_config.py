@@ -53,6 +53,8 @@ class ExtractConfig:
     """Where tokenised samples are kept; None is dflash-train/samples in the user's cache folder."""
     log_folder: Path | None = None
     """Where each run puts its workers' logs; None is `<store>.logs`."""
+    require_fast_kernels: bool = False
+    """Whether a fast path that is missing (kernels of linear attention, sdpa, bf16 weights, tokenizer) is an error."""
     dry_run: bool = False
     """Forecast only; nothing but the sample cache is written."""
 

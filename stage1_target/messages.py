@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_train.errors import InputError
+from dflash_train.stage1_target.slow_paths import SlowPath
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class Finish:
 @dataclass(frozen=True)
 class Loaded:
     """Worker: the target is in memory."""
+
+    slow_paths: tuple[SlowPath, ...] = ()
+    """What of it is slow."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from dflash_train.stage1_target.generation import generation_mismatches, setting
 from dflash_train.stage1_target.identity import known_without_weights, refuse_differences
 from dflash_train.stage1_target.samples import SampleTable, prepare_samples
 from dflash_train.stage1_target.schedule import Batch, padding_share, plan_batches
+from dflash_train.stage1_target.slow_paths import SlowPath, refused, slow_paths_of_files
 from dflash_train.stage1_target.target import (
     check_target_layer_ids,
     default_target_layer_ids,
@@ -28,6 +29,7 @@ from dflash_train.stage1_target.target import (
     load_tokenizer,
     text_config,
 )
+from dflash_train.stage1_target.target_files import TargetFiles
 from dflash_train.store.encoding import AUTO_RANK
 from dflash_train.store.manifest import format_id
 from dflash_train.store.reader import StoreReader, open_manifest
@@ -48,6 +50,8 @@ class Prepared:
     new_entries: list[dict[str, Any]]
     store_exists: bool
     forecast: Forecast
+    slow_paths: tuple[SlowPath, ...] = ()
+    """Of the target, as far as config and tokenizer tell; said already."""
 
 
 def prepare(config: ExtractConfig, report: Report) -> Prepared:
@@ -71,6 +75,11 @@ def prepare(config: ExtractConfig, report: Report) -> Prepared:
     for warning in generation_mismatches(data.source, config.target.name, data.chat_template_arguments):
         report(Note(warning))
     tokenizer = load_tokenizer(config.target)
+    slow_paths = _slow_paths(config, model_config, tokenizer)
+    if slow_paths and config.require_fast_kernels:
+        raise refused(slow_paths)
+    for slow in slow_paths:
+        report(Note(f"warning: {slow}"))
     reader, other = open_if_there(config.store), config.calibration_from
     manifests = [None if reader is None else reader.manifest, None if other is None else open_manifest(other)]
     encoding = config.resolve_encoding(len(layer_ids), int(text.hidden_size), *manifests)
@@ -111,7 +120,16 @@ def prepare(config: ExtractConfig, report: Report) -> Prepared:
     data_name = f"{data.source} ({data.split})"
     entries = [{**entry, "data": data_name} for entry in table.quarantined]
     new_entries = [entry for entry in entries if _entry_key(entry) not in known_entries]
-    return Prepared(config, table, pending, batches, new_entries, reader is not None, forecast)
+    return Prepared(config, table, pending, batches, new_entries, reader is not None, forecast, slow_paths)
+
+
+def _slow_paths(config: ExtractConfig, model_config: Any, tokenizer: Any) -> tuple[SlowPath, ...]:
+    device = torch.device(parse_devices(config.devices)[0].torch_device)
+    files = TargetFiles(
+        name=config.target.name, config=model_config.to_dict(), has_fast_tokenizer=bool(tokenizer.is_fast)
+    )
+    dtype = str(config.target.resolve_dtype(device)).removeprefix("torch.")
+    return tuple(slow_paths_of_files(files, device.type == "cuda", dtype))
 
 
 def _entry_key(entry: dict[str, Any]) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from dflash_train.stage1_target.calibration import draw_samples
 from dflash_train.stage1_target.dealer import Dealer
 from dflash_train.stage1_target.events import Note, Progress, Report, WorkerProgress
 from dflash_train.stage1_target.preparation import Prepared, open_if_there, stored_indices
+from dflash_train.stage1_target.slow_paths import SlowPath, refused
 from dflash_train.stage1_target.speed import RecentSpeed
 
 
@@ -41,6 +42,7 @@ class Supervisor:
         self._fatal: InputError | None = None
         self._ran: set[int] = set()
         self._num_ran_tokens = self._num_committed = self._num_bytes = 0
+        self._said = {slow.name for slow in prepared.slow_paths}
         self._started: float | None = None
         self._last_ran = 0.0
 
@@ -111,8 +113,9 @@ class Supervisor:
             match message:
                 case None:
                     self._ended(process)
-                case messages.Loaded():
+                case messages.Loaded(slow_paths):
                     self._loaded.append(process)
+                    self._say_slow_paths(slow_paths)
                 case messages.Created():
                     self._store_exists = True
                 case messages.Ready():
@@ -126,6 +129,16 @@ class Supervisor:
                     self._fatal = self._fatal or error
         if self._ran and any(isinstance(message, messages.Ran | messages.Committed) for _process, message in events):
             self._report(self._progress())
+
+    def _say_slow_paths(self, slow_paths: tuple[SlowPath, ...]) -> None:
+        """One warning each, whatever the number of workers; fatal with --require-fast-kernels."""
+        new = [slow for slow in slow_paths if slow.name not in self._said]
+        self._said.update(slow.name for slow in new)
+        if new and self._prepared.config.require_fast_kernels:
+            self._fatal = self._fatal or refused(new)
+            return
+        for slow in new:
+            self._report(Note(f"warning: {slow}"))
 
     def _ended(self, process: Process) -> None:
         """A worker is gone; what it had not committed goes to the others."""

@@ -25,6 +25,8 @@ import torch
 
 from dflash_train.errors import InputError
 from dflash_train.stage1_target.probe import probe_target
+from dflash_train.stage1_target.slow_paths import missing_kernels
+from dflash_train.stage1_target.target_files import TargetFiles
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -402,13 +404,6 @@ def stop_token_ids(target: Target) -> tuple[int, ...]:
 
 def _warn_of_slow_layers(model_config: Any, device: torch.device) -> None:
     """Say so where a hybrid target will crawl because the kernels of its linear-attention layers are missing."""
-    layer_types = getattr(text_config(model_config), "layer_types", None) or []
-    if device.type != "cuda" or not any("linear" in kind or "mamba" in kind for kind in layer_types):
-        return
-    missing = [package for package in ("fla", "causal_conv1d") if importlib.util.find_spec(package) is None]
-    if missing:
-        logger.warning(
-            "The target has linear-attention layers, but the package %s is not installed: "
-            "transformers runs them in plain torch, many times slower. Install flash-linear-attention and causal-conv1d.",
-            " and ".join(missing),
-        )
+    slow = missing_kernels(TargetFiles(name="the target", config=model_config.to_dict()))
+    if device.type == "cuda" and slow is not None:
+        logger.warning("%s", slow)

@@ -29,6 +29,7 @@ from dflash_train.stage1_target.projection import fit_projection
 from dflash_train.stage1_target.samples import SampleTable
 from dflash_train.stage1_target.schedule import plan_batches
 from dflash_train.stage1_target.self_check import self_check
+from dflash_train.stage1_target.slow_paths import slow_paths_of_model
 from dflash_train.stage1_target.target import Target, load_target
 from dflash_train.stage1_target.writer import GPU_THREADS, StoreWriter
 from dflash_train.store.calibration import Calibration
@@ -76,7 +77,7 @@ def _work(
     logger.info("Loading %s on %s.", config.target.name, device)
     target = load_target(config.target, config.target_layer_ids, device)
     encoding = config.resolve_encoding(len(target.target_layer_ids), target.hidden_size)
-    send(messages.Loaded())
+    send(messages.Loaded(tuple(slow_paths_of_model(target))))
     command = connection.recv()
     if isinstance(command, messages.Create):
         _create(config, target, encoding, table)
