@@ -298,15 +298,17 @@ def test_a_killed_workers_samples_go_to_the_others(config: ExtractConfig, groups
         if isinstance(event, Note):
             notes.append(event.text)
         if isinstance(event, Progress) and event.num_samples > event.num_committed and not killed:
-            first = next(process for process in groups[0].processes if process.log.read_text().count("Created"))
-            killed.append(first.pid)
-            os.kill(first.pid, signal.SIGKILL)
+            # one that has run a batch and so has the next: the one that made the store may have none yet
+            position = next(i for i, each in enumerate(event.workers) if each.num_tokens)
+            killed.append(groups[0].processes[position].pid)
+            os.kill(killed[0], signal.SIGKILL)
 
     result = extract(replace(config, devices="cpu:2"), kill_one)
     assert killed and (result.outcome, result.exit_status) == ("finished", 1)
     assert result.message == "stored 120 of 120"
     [failure] = result.failures
     assert "was killed by SIGKILL" in failure and failure in notes
+    assert "; its last lines: " in failure and " INFO Checked: layer " in failure, "what its log ends with"
     assert any("uncommitted samples go to the other workers" in note for note in notes)
     assert_whole(config.store)
     assert list((config.store / ".staging").iterdir()) == []
