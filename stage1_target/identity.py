@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import google_crc32c
 import torch
 
+from dflash_train.stage1_target.quantization import quantization_name
 from dflash_train.stage1_target.target import TargetConfig, text_config
 from dflash_train.stage1_target.tokenization import hash_chat_template, hash_tokenizer
 from dflash_train.store.encoding import Encoding, to_stored
@@ -50,6 +51,8 @@ def weights_fingerprint(model: torch.nn.Module) -> str:
         crc = google_crc32c.extend(crc, f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         if tensor.ndim > 1:
             matrix = tensor.reshape(-1, tensor.shape[-1])
+            if tensor.element_size() == 1:  # torch cannot index float8 everywhere
+                matrix = matrix.view(torch.uint8)
             rows = [_seeded_row(matrix.shape, position) for position in range(NUM_FINGERPRINT_ROWS)]
             tensor = matrix[torch.tensor(rows, device=matrix.device)]
         crc = google_crc32c.extend(crc, tensor.reshape(-1).contiguous().cpu().view(torch.uint8).numpy().tobytes())
@@ -75,17 +78,6 @@ def _without_volatile(entries: Any) -> Any:
     if isinstance(entries, dict):
         return {key: _without_volatile(value) for key, value in entries.items() if key not in VOLATILE_CONFIG_KEYS}
     return entries
-
-
-def quantization_name(config: TargetConfig, model_config: Any) -> str | None:
-    """How the checkpoint's weights are quantised: gguf, fp8, awq …, or None."""
-    if config.is_gguf:
-        return "gguf"
-    settings = getattr(model_config, "quantization_config", None)
-    if settings is None:
-        return None
-    method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
-    return str(getattr(method, "value", method))
 
 
 def known_without_weights(

@@ -19,6 +19,7 @@ from dflash_train.stage1_target.extract_config import ExtractConfig
 from dflash_train.stage1_target.forecast import Forecast, make_forecast
 from dflash_train.stage1_target.generation import generation_mismatches, settings_of
 from dflash_train.stage1_target.identity import known_without_weights, refuse_differences
+from dflash_train.stage1_target.quantization import check_quantization
 from dflash_train.stage1_target.samples import SampleTable, prepare_samples
 from dflash_train.stage1_target.schedule import Batch, padding_share, plan_batches
 from dflash_train.stage1_target.slow_paths import SlowPath, refused, slow_paths_of_files
@@ -57,6 +58,7 @@ class Prepared:
 def prepare(config: ExtractConfig, report: Report) -> Prepared:
     """Tokenise, compare with an existing store as far as that goes without weights, and forecast."""
     model_config = load_model_config(config.target)
+    check_quantization(config.target, model_config)
     text = text_config(model_config)
     num_target_layers = int(text.num_hidden_layers)
     layer_ids = (

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from dflash_train.errors import InputError
-from dflash_train.stage1_target.identity import quantization_name
+from dflash_train.stage1_target.quantization import quantization_name
 from dflash_train.stage1_target.target import Target, text_config
 
 logger = logging.getLogger(__name__)
@@ -90,11 +90,14 @@ def self_check(
     pad: Callable[[Sequence[NDArray[np.int32]]], torch.Tensor],
     batch_states: States | None = None,
 ) -> SelfCheck | None:
-    """Run the samples of a batch of two or more as they will be run, and some of them alone; None if memory lacks.
+    """Run the samples of a batch of two or more as they will be run, and some of them alone.
 
+    None where the memory does not suffice, or all samples are single tokens.
     channel_scale is D, [L * H]. `batch_states` is how batches run; alone, samples run by `target.hidden_states`.
     """
     rows = _rows_to_check(samples)
+    if rows is None:
+        return None
     token_ids = pad(rows.samples)
     try:
         batch = (batch_states or target.hidden_states)(token_ids)
@@ -104,6 +107,8 @@ def self_check(
         if len(samples) < 4:
             logger.warning("The device has no memory to check a batch against its samples alone; going on without.")
             return None
+        if target.device.type == "cuda":
+            torch.cuda.empty_cache()
         return self_check(target, samples[: len(samples) // 2], channel_scale, pad, batch_states)
     kept = [batch[row, : len(rows.samples[row])].clone() for row in rows.checked]
     del batch
@@ -136,13 +141,18 @@ class _Rows:
     checked: tuple[int, ...]
 
 
-def _rows_to_check(samples: Sequence[NDArray[np.int32]]) -> _Rows:
-    """The batch with one row cut short, and which rows to compare: the longest, the cut one, the shortest."""
+def _rows_to_check(samples: Sequence[NDArray[np.int32]]) -> _Rows | None:
+    """The batch with one row cut short, and which rows to compare: the longest, the cut one, the shortest.
+
+    Single tokens are left out: they tell little, and compiled layers take a size of 1 for a constant.
+    """
     rows = list(samples)
-    order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
+    order = sorted((row for row in range(len(rows)) if len(rows[row]) > 1), key=lambda row: -len(rows[row]))
+    if not order:
+        return None
     longest, shortest = order[0], order[-1]
     middle = order[len(order) // 2]
-    rows[middle] = rows[middle][: max(1, int(len(rows[middle]) * CUT))]
+    rows[middle] = rows[middle][: max(2, int(len(rows[middle]) * CUT))]
     return _Rows(rows, tuple(sorted({longest, middle, shortest})))
 
 

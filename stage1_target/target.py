@@ -25,6 +25,7 @@ import torch
 
 from dflash_train.errors import InputError
 from dflash_train.stage1_target.probe import probe_target
+from dflash_train.stage1_target.quantization import check_quantization
 from dflash_train.stage1_target.slow_paths import missing_kernels
 from dflash_train.stage1_target.target_files import TargetFiles
 
@@ -336,6 +337,7 @@ def load_target(config: TargetConfig, target_layer_ids: Sequence[int], device: t
             keywords["quantization_config"] = transformers.GgufConfig(dequantize=True)
     else:
         keywords["use_safetensors"] = True  # never a pickle, which could run code
+    check_quantization(config, model_config)
     if device.type == "cuda" and importlib.util.find_spec("accelerate") is not None:
         keywords["device_map"] = {"": device}  # straight to the GPU, without a copy of the model in host memory
     model, loading = _from_pretrained(_auto_class(model_config, config), config, "weights", **keywords)
@@ -349,6 +351,8 @@ def load_target(config: TargetConfig, target_layer_ids: Sequence[int], device: t
         model.eval()  # quantised modules know where they belong
     else:
         model.to(device).eval()
+    if (quantization := getattr(model_config, "quantization_config", None)) is not None:
+        model.config.quantization_config = quantization  # gone where transformers unpacked the weights
     model.requires_grad_(False)
     _warn_of_slow_layers(model_config, device)
     return make_target(config, model, load_tokenizer(config), layer_ids)
@@ -366,7 +370,14 @@ def make_target(config: TargetConfig, model: Any, tokenizer: Any, target_layer_i
             f"The head of the target {config.name!r} has a bias, which no DFlash engine applies to a drafter; "
             "take a target whose head has none."
         )
-    probe = probe_target(model, decoder, layers)
+    try:
+        probe = probe_target(model, decoder, layers)
+    except ImportError as error:  # kernels of quantised layers are looked for when they first run
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise InputError(
+            f"The layers of the target {config.name!r} cannot run: {reason}. Install what it names, or take an unquantised "
+            "checkpoint."
+        ) from error
     tied = head.weight is embedding.weight or head.weight.data_ptr() == embedding.weight.data_ptr()
     return Target(
         config=config,

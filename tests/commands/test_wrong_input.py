@@ -554,6 +554,13 @@ CASES: dict[str, list[Case]] = {
             write("t.gguf", b"GGUF\x00\x01"),
         ),
         Case(
+            "quantised weights without the package that loads them",
+            EXTRACT,
+            1,
+            "The weights of target are quantised by gptq, which transformers loads with optimum and gptqmodel: pip install optimum gptqmodel, or take an unquantised checkpoint.",
+            own_target(edit_json("target/config.json", quantization_config={"quant_method": "gptq", "bits": 4})),
+        ),
+        Case(
             "a config.json that is no JSON",
             EXTRACT,
             1,

@@ -52,6 +52,12 @@ def test_no_rounding_at_all_passes_by_the_floor(tiny_target: Callable[..., Path]
     result.stop_if_wrong()
 
 
+def test_single_tokens_are_left_out(tiny_target: Callable[..., Path]) -> None:
+    target = load(tiny_target("llama"))
+    assert check(target, ragged((9, 1, 1))).num_samples == 1
+    assert self_check(target, ragged((1, 1)), SCALE, pad_right) is None
+
+
 def row_alone(states: Any) -> Any:
     """A target whose batches mix rows: each row gets a little of the one before."""
     return 0.9 * states + 0.1 * states.roll(1, dims=0)
