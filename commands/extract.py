@@ -15,6 +15,7 @@ from dflash_train.commands.options import (
     check_name,
     data_options,
     gpus_option,
+    gpus_per_target_option,
     layer_ids_of,
     target_options,
 )
@@ -36,6 +37,7 @@ from dflash_train.units import format_duration
     help="Folder of the store; filled up if it is there.",
 )
 @gpus_option
+@gpus_per_target_option
 @allow_busy_gpus_option
 @click.option(
     "--encoding",
@@ -116,6 +118,7 @@ def extract(
     if not fields["dry_run"]:
         check_start(
             gpus=gpus,
+            gpus_per_target=fields["gpus_per_target"],
             store=fields["store"],
             target=target,
             revision=revision,
@@ -123,6 +126,7 @@ def extract(
             slow_paths=False,
         )
     from dflash_train.commands.display import ExtractView
+    from dflash_train.machine.launch import torchrun_place
     from dflash_train.stage1_target.events import Event
     from dflash_train.stage1_target.extract import ExtractConfig
     from dflash_train.stage1_target.extract import extract as run
@@ -143,7 +147,8 @@ def extract(
         target_layer_ids=target_layer_ids,
         **fields,
     )
-    context, view = click.get_current_context(), ExtractView()
+    context, view, place = click.get_current_context(), ExtractView(), torchrun_place()
+    speaks = place is None or place.rank == 0  # one of torchrun's ranks speaks for all
 
     with Terminal(view) as terminal:
 
@@ -152,7 +157,9 @@ def extract(
                 write_recipe(context, config.store.with_name(f"{config.store.name}.recipe.toml"))
             terminal.report(event)
 
-        result = run(config, report if config.dry_run else recorded_extract(report))
+        result = run(config, recorded_extract(report) if speaks and not config.dry_run else report)
+    if not speaks:
+        sys.exit(result.exit_status)
     for failure in result.failures:
         fail(failure)
     speed = f" ({result.num_new_tokens:,} tokens in {format_duration(result.seconds)})" if result.num_new_tokens else ""

@@ -63,6 +63,12 @@ gpus_option = click.option(
     metavar="LIST",
     help="GPUs as nvidia-smi numbers them, such as 0-4 or 5,7; or cpu, or cpu:3. Default: all.",
 )
+gpus_per_target_option = click.option(
+    "--gpus-per-target",
+    default=1,
+    show_default=True,
+    help="GPUs that hold one copy of the target, where it does not fit one.",
+)
 one_gpu_option = click.option(
     "--gpus", metavar="LIST", help="One GPU as nvidia-smi numbers them, such as 0; or cpu. Default: the first."
 )

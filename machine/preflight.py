@@ -19,7 +19,14 @@ from typing import Literal
 from dflash_train.errors import InputError
 from dflash_train.machine.disks import PROBE_BYTES, disk_speed, existing_parent, file_system, is_remote, why_unwritable
 from dflash_train.machine.gpus import Driver, GpuState, gibibytes, read_driver, read_gpus
-from dflash_train.machine.launch import Device, parse_devices, torchrun_place, user_cache_folder, visible_gpus
+from dflash_train.machine.launch import (
+    Device,
+    group_devices,
+    parse_devices,
+    rank_devices,
+    torchrun_place,
+    user_cache_folder,
+)
 from dflash_train.stage1_target.slow_paths import KERNELS, TOKENIZER, missing_kernels, slow_tokenizer
 from dflash_train.stage1_target.target_files import TargetFiles, read_target_files
 
@@ -53,6 +60,8 @@ class Plan:
 
     gpus: str | None = None
     """The list as given to --gpus; None is every GPU."""
+    gpus_per_target: int = 1
+    """GPUs of one process."""
     store: Path | None = None
     """Folder that a store is or will be written to."""
     run: Path | None = None
@@ -70,7 +79,7 @@ class Plan:
 def check_machine(plan: Plan, thorough: bool = False) -> list[Check]:
     """All checks of a plan; `thorough` also measures the disk and asks the hub. Raises InputError for a wrong --gpus."""
     driver = read_driver()
-    devices = _devices_of(plan.gpus) if driver.problem is None else []
+    devices = _devices_of(plan.gpus, plan.gpus_per_target) if driver.problem is None else []
     num_gpus = sum(device.torch_device != "cpu" for device in devices)
     cache = plan.run / "compile-cache" if plan.run is not None else user_cache_folder()
     checks = check_gpus(driver, devices, plan.gpus, plan.allow_busy_gpus)
@@ -89,12 +98,12 @@ def check_machine(plan: Plan, thorough: bool = False) -> list[Check]:
     return checks
 
 
-def _devices_of(gpus: str | None) -> list[Device]:
-    """The devices of this process: under torchrun the one of its rank, else those of the list."""
+def _devices_of(gpus: str | None, gpus_per_target: int) -> list[Device]:
+    """The devices of this process: under torchrun those of its rank, else those of the list."""
     place = torchrun_place()
-    if place is None:
-        return parse_devices(gpus)
-    return parse_devices(str(place.local_rank) if place.local_rank < len(visible_gpus()) else "cpu")
+    devices = parse_devices(gpus) if place is None else rank_devices(place, gpus, gpus_per_target)
+    group_devices(devices, gpus_per_target)  # refuses what does not divide
+    return devices
 
 
 def check_gpus(driver: Driver, devices: Sequence[Device], gpus: str | None, allow_busy: bool) -> list[Check]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dflash_train.stage1_target.forecast import Forecast
-from dflash_train.units import format_count, format_duration
+from dflash_train.units import format_bytes, format_count, format_duration
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Note:
     """Event: something the user should know."""
 
     text: str
+    failure: bool = False
+    """Whether something went wrong."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,12 @@ class Progress:
     def line(self) -> str:
         """The progress as text."""
         left = f", {format_duration(self.hours_left * 3600)} left" if self.num_samples < self.num_pending else ""
+        committed = f"{self.num_committed:,} committed, {format_bytes(self.num_committed_bytes)}"
+        each = f" ({self.tokens_per_second / self.num_workers:,.0f} each)" if self.num_workers > 1 else ""
         return (
-            f"{self.num_samples:,} of {self.num_pending:,} samples run ({self.num_committed:,} committed), "
+            f"{self.num_samples:,} of {self.num_pending:,} samples run ({committed}), "
             f"{self.num_tokens:,} tokens, {self.tokens_per_second:,.0f} tokens/s on "
-            f"{format_count(self.num_workers, 'worker')}{left}"
+            f"{format_count(self.num_workers, 'worker')}{each}{left}"
         )
 
 

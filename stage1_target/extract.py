@@ -8,15 +8,35 @@ workers. A stop signal lets every worker commit its open segment and ends with s
 
 from __future__ import annotations
 
+import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
-from dflash_train.machine.launch import parse_devices, start_processes, stop_signals
+from dflash_train.machine.launch import (
+    Device,
+    TorchrunPlace,
+    group_devices,
+    parse_devices,
+    rank_devices,
+    start_processes,
+    stop_signals,
+    torchrun_place,
+    torchrun_store,
+)
 from dflash_train.stage1_target.events import Event, Note, Progress, Report, Tokenising
 from dflash_train.stage1_target.extract_config import ExtractConfig
 from dflash_train.stage1_target.forecast import Forecast
-from dflash_train.stage1_target.preparation import open_if_there, prepare, segment_attributes, stored_indices
+from dflash_train.stage1_target.preparation import (
+    Prepared,
+    open_if_there,
+    prepare,
+    segment_attributes,
+    stored_indices,
+)
+from dflash_train.stage1_target.ranks import RankEnd, Ranks
 from dflash_train.stage1_target.supervisor import Supervisor
 from dflash_train.store.creation import clean_staging, store_lock
 from dflash_train.units import format_count
@@ -62,51 +82,157 @@ class ExtractResult:
 def extract(config: ExtractConfig, report: Report | None = None) -> ExtractResult:
     """Store the tapped states of all samples that are not in the store yet.
 
+    Under torchrun every process calls this and stores its share; rank 0's result is of all.
+
     Raises InputError (StoreError for what concerns the store) before any work where the input cannot do; a worker that
     dies does not raise but stands in the result's `failures`.
     """
     report = report or (lambda _event: None)
+    place = torchrun_place()
+    found = (
+        parse_devices(config.devices) if place is None else rank_devices(place, config.devices, config.gpus_per_target)
+    )
+    devices = group_devices(found, config.gpus_per_target)
     if config.dry_run:
+        if place is not None and place.rank != 0:
+            report = _nothing
         prepared = prepare(config, report)
         return ExtractResult(outcome="dry run", forecast=prepared.forecast, num_samples=len(prepared.table))
-    devices = parse_devices(config.devices)
+    if place is not None:
+        return _extract_under_torchrun(config, devices, place, report)
     with store_lock(config.store):
         prepared = prepare(config, report)
-        result = ExtractResult(
-            outcome="nothing to do",
-            forecast=prepared.forecast,
-            num_samples=len(prepared.table),
-            num_stored=len(prepared.table) - len(prepared.pending),
-        )
+        result = _nothing_done(prepared)
         clean_staging(config.store)
         if not len(prepared.pending):
             return result
         started = time.monotonic()
-        logs = (
-            config.log_folder or config.store.with_name(config.store.name + ".logs")
-        ) / f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
-        arguments = {
-            "config": prepared.config,
-            "table_path": prepared.table.path,
-            "attributes": segment_attributes(prepared),
-        }
-        report(Note(f"{format_count(len(devices), 'worker')} will load the target; logs are in {logs}"))
-        with (
-            stop_signals() as stop,
-            start_processes(
-                "dflash_train.stage1_target.worker.run_worker",
-                [{**arguments, "device": device.torch_device} for device in devices],
-                devices,
-                logs,
-            ) as group,
-        ):
-            run = Supervisor(prepared, group, report, stop)
-            run.run()
+        with stop_signals() as stop:
+            run = _run_workers(prepared, devices, report, stop)
+            stopped = stop.is_set()
         clean_staging(config.store)  # what killed workers left; nobody writes any more
-        done = stored_indices(prepared.table, open_if_there(config.store))
-        result.num_stored = int(done.sum())
-        result.outcome = "finished" if done.all() else "stopped" if stop.is_set() else "failed"
-        result.num_new_samples, result.num_new_tokens = run.num_new_samples, run.num_new_tokens
-        result.seconds = time.monotonic() - started
-        result.failures = run.failures
+        own = RankEnd(num_new_samples=run.num_new_samples, num_new_tokens=run.num_new_tokens, failures=run.failures)
+        return _sum_up(result, prepared, [own], stopped, started)
+
+
+def _extract_under_torchrun(
+    config: ExtractConfig, devices: list[Device], place: TorchrunPlace, report: Report
+) -> ExtractResult:
+    """Be one rank: prepare in turn, store every world-th batch, and, as rank 0, wait for the others.
+
+    Other ranks report only what went wrong, and wait for rank 0 when they are through: all end with the same exit status,
+    because torchrun ends everybody at once where a process fails.
+    """
+    if devices[0].torch_device != "cpu":
+        config = replace(config, devices=None)  # torchrun's processes take GPUs by their rank
+    ranks = Ranks(place, torchrun_store(place, "dflash-extract"))
+    with ranks.beating():
+        try:
+            with store_lock(config.store) if ranks.first else nullcontext():
+                return _extract_share(config, devices, ranks, report)
+        except BaseException as error:
+            ranks.fail(str(error))
+            raise
+
+
+def _extract_share(config: ExtractConfig, devices: list[Device], ranks: Ranks, report: Report) -> ExtractResult:
+    whole = ranks.prepare_in_turn(lambda: prepare(config, report if ranks.first else _nothing))
+    share = ranks.share(whole)
+    result = _nothing_done(whole)
+    if ranks.first:
+        clean_staging(config.store)
+        ranks.go()
+    if not len(whole.pending):
         return result
+    newest: Progress | None = None
+
+    def report_share(event: Event) -> None:
+        nonlocal newest
+        if isinstance(event, Progress):
+            newest = event
+            if ranks.first:
+                report_all()
+            else:
+                ranks.publish(event)
+        elif ranks.first:
+            report(event)
+        elif isinstance(event, Note) and event.failure:
+            report(replace(event, text=f"rank {ranks.place.rank}: {event.text}"))
+
+    def report_all() -> None:
+        merged = ranks.merge(newest, whole.forecast.num_pending, whole.forecast.num_pending_tokens)
+        if merged is not None:
+            report(merged)
+
+    started = time.monotonic()
+    with stop_signals() as stop:
+        ranks.stop = stop
+        elsewhere = None if ranks.first else (lambda: ranks.store_is_there(config.store))
+        run = _run_workers(share, devices, report_share, stop, f"rank-{ranks.place.rank}", elsewhere)
+        own = RankEnd(num_new_samples=run.num_new_samples, num_new_tokens=run.num_new_tokens, failures=run.failures)
+        ranks.end(own)
+        ends = [own]
+        if ranks.first:
+            ends += ranks.await_others(stop, report_all)
+            if len(ends) == ranks.place.world and not any(end.failures for end in ends):
+                clean_staging(config.store)  # otherwise the next start does, when nobody writes any more
+        result = _sum_up(result, whole, ends, stop.is_set(), started)
+        result.failures = ranks.leave_together(result.failures, stop)
+        return result
+
+
+def _nothing(_event: Event) -> None:
+    """Report of a rank that leaves the telling to rank 0."""
+
+
+def _nothing_done(prepared: Prepared) -> ExtractResult:
+    return ExtractResult(
+        outcome="nothing to do",
+        forecast=prepared.forecast,
+        num_samples=len(prepared.table),
+        num_stored=len(prepared.table) - len(prepared.pending),
+    )
+
+
+def _run_workers(
+    prepared: Prepared,
+    devices: list[Device],
+    report: Report,
+    stop: threading.Event,
+    name: str = "worker",
+    created_elsewhere: Callable[[], bool] | None = None,
+) -> Supervisor:
+    """Start a worker a device, and follow them until their work is done or nobody is left."""
+    config = prepared.config
+    logs = (
+        config.log_folder or config.store.with_name(config.store.name + ".logs")
+    ) / f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    arguments = {
+        "config": config,
+        "table_path": prepared.table.path,
+        "attributes": segment_attributes(prepared),
+    }
+    report(Note(f"{format_count(len(devices), 'worker')} will load the target; logs are in {logs}"))
+    with start_processes(
+        "dflash_train.stage1_target.worker.run_worker",
+        [{**arguments, "device": device.torch_device} for device in devices],
+        devices,
+        logs,
+        name,
+    ) as group:
+        run = Supervisor(prepared, group, report, stop, created_elsewhere)
+        run.run()
+    return run
+
+
+def _sum_up(
+    result: ExtractResult, prepared: Prepared, ends: Sequence[RankEnd], stopped: bool, started: float
+) -> ExtractResult:
+    done = stored_indices(prepared.table, open_if_there(prepared.config.store))
+    result.num_stored = int(done.sum())
+    result.outcome = "finished" if done.all() else "stopped" if stopped else "failed"
+    result.num_new_samples = sum(end.num_new_samples for end in ends)
+    result.num_new_tokens = sum(end.num_new_tokens for end in ends)
+    result.seconds = time.monotonic() - started
+    result.failures = [failure for end in ends for failure in end.failures]
+    return result

@@ -24,6 +24,8 @@ class ExtractConfig:
     """Folder of the store; made if it is missing, filled up if it is there."""
     devices: str | None = None
     """GPU numbers like 0-4 or 5,7, or cpu, or cpu:3; None is every GPU, or one CPU worker where there is none."""
+    gpus_per_target: int = 1
+    """GPUs that hold one copy of the target, layers in turn; more than one only where it does not fit one."""
     encoding: str = "int8"
     """How features are stored: bf16 is exact, int8 takes half the bytes, projected-int8 and -int4 fewer by far."""
     rank: str = AUTO_RANK
@@ -59,7 +61,14 @@ class ExtractConfig:
     """Forecast only; nothing but the sample cache is written."""
 
     def __post_init__(self) -> None:
-        for name in ("num_taps", "batch_tokens", "segment_bytes", "segment_seconds", "calibration_tokens"):
+        for name in (
+            "num_taps",
+            "gpus_per_target",
+            "batch_tokens",
+            "segment_bytes",
+            "segment_seconds",
+            "calibration_tokens",
+        ):
             if not getattr(self, name) > 0:  # NaN is not
                 raise InputError(f"--{name.replace('_', '-')} is {getattr(self, name)}, but must be more than 0.")
         if not 0 <= self.seed < 2**63:

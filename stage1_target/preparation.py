@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import logging
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dflash_train.errors import InputError
 from dflash_train.machine.launch import parse_devices, user_cache_folder
 from dflash_train.stage1_target.calibration import calibration_of
 from dflash_train.stage1_target.events import Note, Report, Tokenising
@@ -59,6 +61,8 @@ def prepare(config: ExtractConfig, report: Report) -> Prepared:
     """Tokenise, compare with an existing store as far as that goes without weights, and forecast."""
     model_config = load_model_config(config.target)
     check_quantization(config.target, model_config)
+    if config.gpus_per_target > 1 and importlib.util.find_spec("accelerate") is None:
+        raise InputError("--gpus-per-target places layers with the package accelerate: pip install accelerate.")
     text = text_config(model_config)
     num_target_layers = int(text.num_hidden_layers)
     layer_ids = (

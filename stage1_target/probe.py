@@ -47,7 +47,7 @@ def probe_target(model: Any, decoder: nn.Module, layers: nn.ModuleList) -> Probe
     seen: dict[str, Tensor] = {}
 
     def first_input(_module: nn.Module, arguments: Any, keywords: Any) -> None:
-        seen["first"] = (arguments[0] if arguments else keywords["hidden_states"])[0].float()
+        seen["first"] = (arguments[0] if arguments else keywords["hidden_states"])[0].float().to(table.device)
 
     def count(index: int) -> Any:
         def hook(_module: nn.Module, _arguments: Any, output: Any) -> None:
@@ -62,14 +62,14 @@ def probe_target(model: Any, decoder: nn.Module, layers: nn.ModuleList) -> Probe
         return hook
 
     def last_output(_module: nn.Module, _arguments: Any, output: Any) -> None:
-        seen["last"] = (output if isinstance(output, torch.Tensor) else output[0])[0].float()
+        seen["last"] = (output if isinstance(output, torch.Tensor) else output[0])[0].float().to(head.device)
 
     handles = [layer.register_forward_hook(count(index)) for index, layer in enumerate(layers)]
     handles.append(layers[0].register_forward_pre_hook(first_input, with_kwargs=True))
     handles.append(decoder.register_forward_hook(last_output))
     try:
         with torch.no_grad():
-            logits = model(input_ids=token_ids, use_cache=False).logits[0].float()
+            logits = model(input_ids=token_ids, use_cache=False).logits[0].float().to(head.device)
     finally:
         for handle in handles:
             handle.remove()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,15 @@ from dflash_train.stage1_target.speed import RecentSpeed
 class Supervisor:
     """The parent's loop over messages of its workers."""
 
-    def __init__(self, prepared: Prepared, group: ProcessGroup, report: Report, stop: threading.Event) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        group: ProcessGroup,
+        report: Report,
+        stop: threading.Event,
+        created_elsewhere: Callable[[], bool] | None = None,
+    ) -> None:
+        """`created_elsewhere` says whether the store is there that another rank makes; None where a worker makes it."""
         self.failures: list[str] = []
         self.num_new_samples = self.num_new_tokens = 0
         self._prepared = prepared
@@ -36,6 +45,7 @@ class Supervisor:
         self._loaded: list[Process] = []
         self._creator: Process | None = None
         self._store_exists = prepared.store_exists
+        self._created_elsewhere = created_elsewhere
         self._entries = prepared.new_entries
         self._entries_at: Process | None = None
         self._committing: set[int] = set()
@@ -86,11 +96,13 @@ class Supervisor:
 
     def _send(self) -> None:
         """Give every worker what it can do now."""
+        if not self._store_exists and self._created_elsewhere is not None:
+            self._store_exists = self._created_elsewhere()
         if self._store_exists:
             for process in self._loaded:
                 process.send(messages.Go())
             self._loaded.clear()
-        elif self._creator is None and self._loaded:
+        elif self._created_elsewhere is None and self._creator is None and self._loaded:
             self._creator = self._loaded.pop(0)
             self._report(Note(f"the target is loaded; {self._describe_calibration()} and creating the store"))
             self._creator.send(messages.Create())
@@ -152,7 +164,7 @@ class Supervisor:
         if process.popen.returncode == 0 or self._fatal is not None:
             return
         reason = process.describe_end()
-        self._report(Note(reason))
+        self._report(Note(reason, failure=True))
         self.failures.append(reason)
         # a segment may have been renamed into place just before its message could be sent
         store = self._prepared.config.store
@@ -161,7 +173,7 @@ class Supervisor:
         stored = np.flatnonzero(stored_indices(table, open_if_there(store)))
         count = self._dealer.lost(process.index, map(int, stored))
         if count and self._group.running:
-            self._report(Note(f"its {count:,} uncommitted samples go to the other workers"))
+            self._report(Note(f"its {count:,} uncommitted samples go to the other workers", failure=True))
 
     def _count_ran(self, process: Process, number: int) -> None:
         self._last_ran = time.monotonic()

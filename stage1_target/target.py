@@ -98,6 +98,11 @@ def _from_pretrained(auto_class: Any, config: TargetConfig, what: str, **keyword
         with silence:
             return auto_class.from_pretrained(name, **source, **keywords)
     except Exception as error:  # a damaged file shows in as many ways as there are parsers; --debug shows which
+        if isinstance(error, torch.OutOfMemoryError):
+            raise InputError(
+                f"The {what} of the target {config.name!r} do not fit into the memory of the device; give each copy more "
+                "GPUs with dflash extract --gpus-per-target, or take a quantised checkpoint."
+            ) from error
         reason = " ".join(str(error).split()) or type(error).__name__
         if "custom code" in str(error) and not config.trust_remote_code:
             reason, way_out = (
@@ -320,10 +325,14 @@ def _auto_class(model_config: Any, config: TargetConfig) -> Any:
     )
 
 
-def load_target(config: TargetConfig, target_layer_ids: Sequence[int], device: torch.device | str) -> Target:
+def load_target(
+    config: TargetConfig, target_layer_ids: Sequence[int], device: torch.device | str, num_devices: int = 1
+) -> Target:
     """Load the target onto `device` and check with one short forward that its layers and head are what we take them for.
 
-    Raises InputError where the layers cannot be found or tapped, weights are missing, or the head has a bias.
+    With num_devices of 2 and more, its layers are spread evenly over the first so many GPUs and run in turn; the states
+    still come out on the first. Raises InputError where the layers cannot be found or tapped, weights are missing, the
+    head has a bias, or the target does not fit.
     """
     device = torch.device(device)
     dtype = config.resolve_dtype(device)
@@ -338,7 +347,9 @@ def load_target(config: TargetConfig, target_layer_ids: Sequence[int], device: t
     else:
         keywords["use_safetensors"] = True  # never a pickle, which could run code
     check_quantization(config, model_config)
-    if device.type == "cuda" and importlib.util.find_spec("accelerate") is not None:
+    if num_devices > 1:
+        keywords["device_map"] = "balanced"
+    elif device.type == "cuda" and importlib.util.find_spec("accelerate") is not None:
         keywords["device_map"] = {"": device}  # straight to the GPU, without a copy of the model in host memory
     model, loading = _from_pretrained(_auto_class(model_config, config), config, "weights", **keywords)
     missing = sorted(loading["missing_keys"]) + sorted(map(str, loading["mismatched_keys"]))
@@ -347,7 +358,10 @@ def load_target(config: TargetConfig, target_layer_ids: Sequence[int], device: t
             f"The target {config.name!r} lacks {len(missing)} of its weights ({', '.join(missing[:3])}), "
             "which would be random; take a complete checkpoint."
         )
-    if not config.is_gguf and getattr(model_config, "quantization_config", None) is not None:
+    if num_devices > 1:
+        _refuse_offload(config, model, num_devices)
+        model.eval()
+    elif not config.is_gguf and getattr(model_config, "quantization_config", None) is not None:
         model.eval()  # quantised modules know where they belong
     else:
         model.to(device).eval()
@@ -356,6 +370,16 @@ def load_target(config: TargetConfig, target_layer_ids: Sequence[int], device: t
     model.requires_grad_(False)
     _warn_of_slow_layers(model_config, device)
     return make_target(config, model, load_tokenizer(config), layer_ids)
+
+
+def _refuse_offload(config: TargetConfig, model: Any, num_devices: int) -> None:
+    """Raise InputError where accelerate put layers into host memory or onto the disk."""
+    places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
+    if places & {"cpu", "disk"}:
+        raise InputError(
+            f"The target {config.name!r} does not fit into the free memory of {num_devices} GPUs; give it more with "
+            "--gpus-per-target, or take a quantised checkpoint."
+        )
 
 
 def make_target(config: TargetConfig, model: Any, tokenizer: Any, target_layer_ids: Sequence[int]) -> Target:

@@ -75,7 +75,7 @@ def _work(
 ) -> None:
     assert config.target_layer_ids is not None, "the parent fills in the layers"
     logger.info("Loading %s on %s.", config.target.name, device)
-    target = load_target(config.target, config.target_layer_ids, device)
+    target = load_target(config.target, config.target_layer_ids, device, config.gpus_per_target)
     encoding = config.resolve_encoding(len(target.target_layer_ids), target.hidden_size)
     send(messages.Loaded(tuple(slow_paths_of_model(target))))
     command = connection.recv()

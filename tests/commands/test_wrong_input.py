@@ -385,6 +385,18 @@ CASES: dict[str, list[Case]] = {
     ],
     "extract: options": [
         Case(
+            "several GPUs a target on the CPU",
+            f"{EXTRACT} --gpus-per-target 2",
+            1,
+            "--gpus-per-target 2 needs GPUs, but the target is to run on the CPU; leave it out.",
+        ),
+        Case(
+            "no GPU a target",
+            f"{EXTRACT} --gpus-per-target 0",
+            1,
+            "--gpus-per-target is 0, but must be more than 0.",
+        ),
+        Case(
             "a rank that is no number",
             f"{EXTRACT} --encoding projected-int8 --rank half",
             1,

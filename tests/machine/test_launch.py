@@ -10,7 +10,15 @@ import pytest
 
 from dflash_train.errors import InputError
 from dflash_train.machine import launch
-from dflash_train.machine.launch import last_lines, parse_devices, start_processes
+from dflash_train.machine.launch import (
+    TorchrunPlace,
+    group_devices,
+    last_lines,
+    parse_devices,
+    rank_devices,
+    start_processes,
+    torchrun_place,
+)
 
 WORKER = """
 import os, sys, time
@@ -186,6 +194,43 @@ def test_without_a_gpu_numbers_are_refused_and_the_default_is_one_cpu_worker(mon
     assert [device.label for device in parse_devices("cpu:3")] == [f"CPU worker {i}" for i in range(3)]
     with pytest.raises(InputError, match="shows no NVIDIA GPU; use --gpus cpu"):
         parse_devices("0-3")
+
+
+def test_gpus_are_grouped_with_their_neighbours(four_gpus: pytest.MonkeyPatch) -> None:
+    devices = group_devices(parse_devices("0-3"), 2)
+    assert [(device.label, device.torch_device) for device in devices] == [
+        ("GPUs 0+1", "cuda:0"),
+        ("GPUs 2+3", "cuda:0"),
+    ]
+    assert [device.environment["CUDA_VISIBLE_DEVICES"] for device in devices] == [
+        ",".join(GPUS[:2]),
+        ",".join(GPUS[2:]),
+    ]
+    assert group_devices(parse_devices("1,3"), 1) == parse_devices("1,3")
+    with pytest.raises(InputError, match="--gpus-per-target 2 does not divide the 3 GPUs to be used; name a multiple"):
+        group_devices(parse_devices("0-2"), 2)
+    with pytest.raises(InputError, match="--gpus-per-target 2 needs GPUs, but the target is to run on the CPU"):
+        group_devices(parse_devices("cpu:2"), 2)
+
+
+def test_a_rank_takes_the_gpus_of_its_local_rank(four_gpus: pytest.MonkeyPatch) -> None:
+    def labels(local_rank: int, text: str | None, size: int) -> list[str]:
+        return [device.label for device in rank_devices(TorchrunPlace(6, 8, local_rank, 2, 3), text, size)]
+
+    assert labels(1, None, 1) == labels(1, "0", 1) == ["GPU 1"]
+    assert labels(1, None, 2) == ["GPU 2", "GPU 3"]
+    assert labels(1, "cpu", 1) == ["CPU worker 1"]
+    with pytest.raises(InputError, match="2 processes here, which need 6 GPUs, but this machine shows 4; start fewer"):
+        labels(1, None, 3)
+    four_gpus.setattr(launch, "_gpu_uuids", list)
+    assert labels(1, None, 1) == ["CPU worker 1"]
+
+
+def test_torchrun_tells_the_place_and_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    assert torchrun_place() == TorchrunPlace(5, 8, 1, 4, 1)
 
 
 def test_cache_folder_respects_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

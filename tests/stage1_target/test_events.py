@@ -20,6 +20,10 @@ PROGRESS = Progress(
 
 
 def test_progress_says_what_is_left_until_nothing_is() -> None:
-    line = "7 of 1,000 samples run (0 committed), 5,000 tokens, 1,234 tokens/s on 1 worker, 45 min left"
+    line = "7 of 1,000 samples run (0 committed, 0 bytes), 5,000 tokens, 1,234 tokens/s on 1 worker, 45 min left"
     assert PROGRESS.line() == line
-    assert dataclasses.replace(PROGRESS, num_samples=1000, num_workers=2).line().endswith("tokens/s on 2 workers")
+    assert (
+        dataclasses.replace(PROGRESS, num_samples=1000, num_workers=2)
+        .line()
+        .endswith("1,234 tokens/s on 2 workers (617 each)")
+    )
