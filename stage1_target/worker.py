@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -143,9 +144,10 @@ def _work(
 
 def _check_batch(target: Target, table: SampleTable, indices: tuple[int, ...], channel_scale: torch.Tensor) -> None:
     """Stop here, before a batch is written, if its states are not those of its samples alone."""
+    began = time.perf_counter()
     result = self_check(target, [table.sample(index)[2] for index in indices], channel_scale, pad_right)
     if result is not None:
-        logger.info("Checked: %s.", result)
+        logger.info("Checked in %.1f s: %s.", time.perf_counter() - began, result)
         result.stop_if_wrong()
 
 
