@@ -222,7 +222,7 @@ class Soak:
                         self._kill(config.store, phases, groups[0], ended)
                     if self.done:
                         return
-            except BaseException as error:  # raised again below
+            except BaseException as error:  # noqa: BLE001 - raised again below
                 failures.append(error)
 
         killer = threading.Thread(target=kill_some, name="killer")

@@ -58,6 +58,8 @@ class EncodedBatch:
     """CUDA events: the batch began, was encoded, is copied. None on a CPU."""
     on_device: list[torch.Tensor] = field(default_factory=list)
     """Sources of the copies, kept until they are complete."""
+    reference: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Raw states of samples that are kept for reference, by index: int16 [T, L * H], the bits of bfloat16."""
 
     @property
     def is_copied(self) -> bool:

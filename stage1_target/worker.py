@@ -14,9 +14,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from dflash_train.errors import InputError
 from dflash_train.stage1_target import messages
@@ -37,9 +40,7 @@ from dflash_train.store.calibration import Calibration
 from dflash_train.store.creation import create_store
 from dflash_train.store.encoding import Encoding
 from dflash_train.store.reader import StoreReader
-
-if TYPE_CHECKING:
-    import torch
+from dflash_train.store.reference import ReferenceWriter
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,8 @@ def _work(
     overlap = Overlap()
     forwarder = Forwarder(target, encoding, reader.calibration, table, config.batch_tokens, overlap)
     num_threads = GPU_THREADS if target.device.type == "cuda" else 1
-    writer = StoreWriter(config, encoding, table, attributes, send, num_threads, overlap)
+    reference = ReferenceWriter(config.store, encoding, attributes, int(table.lengths.sum()))
+    writer = StoreWriter(config, encoding, table, attributes, send, num_threads, overlap, reference)
     send(messages.Ready())
     waiting: list[EncodedBatch | Unfit] = []  # parts of a batch on their way to the host
     ran: list[int] = []  # the number of the batch, once all its parts are waiting
@@ -128,6 +130,8 @@ def _work(
                 _check_batch(target, table, command.indices, reader.calibration.channel_scale)
             for part in forwarder.run(command.indices):
                 hand_over()  # what ran before this part, while it runs
+                if isinstance(part, EncodedBatch):
+                    add_reference(part, target, table, reference)
                 waiting.append(part)
             ran.append(command.number)
         elif isinstance(command, messages.Finish):
@@ -149,6 +153,18 @@ def _check_batch(target: Target, table: SampleTable, indices: tuple[int, ...], c
     if result is not None:
         logger.info("Checked in %.1f s: %s.", time.perf_counter() - began, result)
         result.stop_if_wrong()
+
+
+def add_reference(part: EncodedBatch, target: Target, table: SampleTable, reference: ReferenceWriter) -> None:
+    """Add the raw states of those of a batch's samples that are kept for reference.
+
+    They run once more, alone: with one sample in 500 that costs less than to keep every batch's raw states at hand.
+    """
+    for index in part.indices:
+        if reference.keeps(int(table.ids[index])):
+            with suppress(torch.OutOfMemoryError):  # nothing is trained on them
+                states = target.hidden_states(pad_right([table.sample(index)[2]]))[0]
+                part.reference[index] = states.bfloat16().view(torch.int16).cpu()
 
 
 def _create(config: ExtractConfig, target: Target, encoding: Encoding, table: SampleTable) -> None:

@@ -25,6 +25,7 @@ from dflash_train.stage1_target.overlap import Overlap
 from dflash_train.stage1_target.samples import SampleTable
 from dflash_train.store.encoding import Encoding
 from dflash_train.store.manifest import format_id
+from dflash_train.store.reference import ReferenceWriter
 from dflash_train.store.segment import SegmentWriter
 
 logger = logging.getLogger(__name__)
@@ -67,8 +68,10 @@ class StoreWriter:
         report: Callable[[messages.Committed], None],
         num_threads: int = 1,
         overlap: Overlap | None = None,
+        reference: ReferenceWriter | None = None,
     ) -> None:
         self._config = config
+        self._reference = reference
         self._encoding = encoding
         self._table = table
         self._attributes = attributes
@@ -191,6 +194,9 @@ class StoreWriter:
                 sample_scales = None if scales is None else scales[rows]
                 with self._overlap.busy(f"writer {name}"):
                     self._open(opened).append(sample_id, group, token_ids, loss_mask, features[rows], sample_scales)
+                    if self._reference is not None and index in batch.reference:
+                        states = batch.reference[index].numpy()
+                        self._reference.append(sample_id, group, token_ids, loss_mask, states, thread=name)
                 opened.indices.append(index)
                 self._overlap.wrote(name, length * self._encoding.bytes_per_token)
             else:
@@ -226,6 +232,8 @@ class StoreWriter:
         error = self._record_error(segment, opened.errors)
         with self._overlap.busy(f"commit {name}"):
             segment_id = segment.commit()
+            if self._reference is not None:  # afterwards: what a kill between the two loses is no training data
+                self._reference.commit(name)
         opened.segment, opened.indices, opened.num_entries, opened.share = None, [], 0, 1.0
         opened.errors = []
         if segment_id is not None:

@@ -25,7 +25,7 @@ from dflash_train.store.checksums import CHECKSUMS_NAME, format_checksums, sum_c
 from dflash_train.store.encoding import Encoding, make_encoding
 from dflash_train.store.files import Data, Files, list_temporaries, write_directory, write_error
 from dflash_train.store.manifest import Manifest, StoreError, canonical_json
-from dflash_train.store.segment import SEGMENTS, STAGING
+from dflash_train.store.segment import REFERENCE, SEGMENTS, STAGING
 
 EMBED_TOKENS = "frozen/embed_tokens"
 LM_HEAD = "frozen/lm_head"
@@ -90,6 +90,8 @@ def create_store(
         **array_contents(EMBED_TOKENS, frozen.embed_tokens, frozen.dtype_view),
         f"{TARGET_FILES}/config.json": canonical_json(frozen.config),
     }
+    if encoding.name != "bf16":  # which keeps the states of all samples
+        contents[f"{REFERENCE}/zarr.json"] = group_text()
     for name, array in arrays.items():
         contents |= array_contents(f"{CALIBRATION}/{name}", array)
     if frozen.lm_head is not None:

@@ -35,6 +35,7 @@ from dflash_train.store.manifest import FORMAT_VERSION
 
 STAGING = ".staging"
 SEGMENTS = "segments"
+REFERENCE = "reference"
 SAMPLE_COLUMNS = ("id", "group", "first_row", "length", "supervised", "crc32c")
 
 
@@ -42,10 +43,18 @@ class SegmentWriter:
     """One segment being written; open a new one after `commit`.
 
     attributes describes the run (data source, settings, package versions) and is stored as the segment's attribute
-    `source`. Any failed write removes the staging folder and raises; nothing is committed then.
+    `source`. Any failed write removes the staging folder and raises; nothing is committed then. parent is where it
+    goes below the store: `segments`, or `reference` (reference.py).
     """
 
-    def __init__(self, store: Path, encoding: Encoding, attributes: dict[str, Any], files: Files | None = None) -> None:
+    def __init__(
+        self,
+        store: Path,
+        encoding: Encoding,
+        attributes: dict[str, Any],
+        files: Files | None = None,
+        parent: str = SEGMENTS,
+    ) -> None:
         self.store = store
         self.encoding = encoding
         self.segment_id = f"{datetime.now(UTC):%Y%m%dT%H%M%S%f}-{secrets.token_hex(4)}"
@@ -56,6 +65,7 @@ class SegmentWriter:
         self._attributes = attributes
         self._files = files or Files()
         self._staging = store / STAGING / self.segment_id
+        self._final = store / parent / self.segment_id
         self._rows: dict[str, _Rows] = {}
         self._num_rows = 0
         self._samples: list[tuple[int, ...]] = []
@@ -117,10 +127,10 @@ class SegmentWriter:
                 for name in row_arrays(self.encoding):
                     self._files.make_directory(self._staging / name)
             self._finish()
-            final = self.store / SEGMENTS / self.segment_id
-            self._files.rename(self._staging, final)
+            self._files.make_directories(self._final.parent)  # stores of before have no folder for reference samples
+            self._files.rename(self._staging, self._final)
             self._finished = True
-            self._files.sync_directory(final.parent)
+            self._files.sync_directory(self._final.parent)
             self._files.sync_directory(self._staging.parent)
         return self.segment_id
 

@@ -32,7 +32,8 @@ from dflash_train.store.encoding import Encoding
 from dflash_train.store.manifest import Manifest, StoreError, format_id
 from dflash_train.store.opened import Segment, SegmentFiles, list_segments
 from dflash_train.store.reader import open_manifest
-from dflash_train.store.segment import SEGMENTS, row_arrays
+from dflash_train.store.reference import list_references, reference_encoding
+from dflash_train.store.segment import REFERENCE, SEGMENTS, row_arrays
 from dflash_train.units import format_bytes
 
 GAP_ROWS = 4096
@@ -40,7 +41,8 @@ GAP_ROWS = 4096
 
 @dataclass(frozen=True)
 class Problem:
-    """One damaged thing: its segment (None: the store's own files), sample id and file where they are known."""
+    """One damaged thing: its segment, «reference/<id>» for one of reference samples (None: the store's own files), sample
+    id and file where they are known."""
 
     segment: str | None
     sample: str | None
@@ -70,7 +72,10 @@ def verify_store(path: Path, progress: Callable[[int, int], None] | None = None)
     verifier = _Verifier(path, progress)
     verifier.verify_root()
     for name in verifier.segment_ids:
-        verifier.verify_segment(name)
+        verifier.verify_segment(path / SEGMENTS / name, name, verifier.encoding)
+    encoding = None if verifier.encoding is None else reference_encoding(verifier.encoding)
+    for folder in list_references(path):
+        verifier.verify_segment(folder, f"{REFERENCE}/{folder.name}", encoding)
     if progress is not None:  # the bytes in all were an estimate: of files that no checksum lists, too
         progress(verifier.report.num_bytes, verifier.report.num_bytes)
     return verifier.report
@@ -123,17 +128,18 @@ class _Verifier:
         yield from (self.path / name for name in ("zarr.json", CHECKSUMS_NAME))
         for folder in (CALIBRATION, "frozen"):
             yield from walk(self.path / folder)
-        if (self.path / SEGMENTS).is_dir():
-            yield from (entry for entry in (self.path / SEGMENTS).iterdir() if not entry.is_dir())
+        for parent in (self.path / SEGMENTS, self.path / REFERENCE):
+            if parent.is_dir():
+                yield from (entry for entry in parent.iterdir() if not entry.is_dir())
 
-    def verify_segment(self, name: str) -> None:
-        """Check one segment's files, table, samples and padding."""
-        folder, num_problems = self.path / SEGMENTS / name, len(self.report.problems)
+    def verify_segment(self, folder: Path, name: str, encoding: Encoding | None) -> None:
+        """Check one segment's files, and where its encoding is known table, samples and padding."""
+        num_problems = len(self.report.problems)
         self._verify_files(folder, name, walk(folder))
-        if self.encoding is None:
+        if encoding is None:
             return
         try:
-            segment = Segment(folder, self.encoding)
+            segment = Segment(folder, encoding)
             files = SegmentFiles(segment)
         except StoreError as error:
             if len(self.report.problems) == num_problems:
@@ -143,9 +149,10 @@ class _Verifier:
             files.check()
         except StoreError as error:
             self.problem(name, None, None, error)
-        self.report.num_samples += segment.num_samples
+        if folder.parent.name == SEGMENTS:
+            self.report.num_samples += segment.num_samples
         for sample in segment.samples.tolist():
-            self._verify_sample(files, *sample)
+            self._verify_sample(files, name, *sample)
         for array in segment.arrays:
             try:
                 if any(rows.any() for rows in _padding(files, array)):
@@ -176,10 +183,18 @@ class _Verifier:
             self._progress(self.report.num_bytes, max(self._total_bytes, self.report.num_bytes))
 
     def _verify_sample(
-        self, files: SegmentFiles, identity: int, group: int, first_row: int, length: int, supervised: int, crc32c: int
+        self,
+        files: SegmentFiles,
+        segment: str,
+        identity: int,
+        group: int,
+        first_row: int,
+        length: int,
+        supervised: int,
+        crc32c: int,
     ) -> None:
-        """Read one sample's rows; the arguments are its entry in the table."""
-        segment, sample, crc = files.segment.folder.name, format_id(identity), 0
+        """Read one sample's rows; what follows the segment's name is its entry in the table."""
+        sample, crc = format_id(identity), 0
         counted = 0
         for array in row_arrays(files.segment.encoding):
             try:

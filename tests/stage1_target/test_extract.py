@@ -35,6 +35,7 @@ from dflash_train.store.encoding import make_encoding
 from dflash_train.store.files import Files
 from dflash_train.store.manifest import StoreError, format_id
 from dflash_train.store.reader import StoreReader
+from dflash_train.store.reference import ReferenceWriter, open_references, read_references
 from dflash_train.store.report import store_report
 from dflash_train.store.verify import verify_store
 
@@ -648,6 +649,37 @@ def test_encoded_batches_leave_out_the_padding(opened: tuple[ExtractConfig, Samp
     [batch] = forwarder.run([3, 4])
     assert isinstance(batch, EncodedBatch) and batch.lengths == tuple(table.lengths[3:5])
     assert batch.features.shape == (table.lengths[3:5].sum(), 64) and bool(batch.finite.all())
+
+
+def test_reference_samples_are_those_of_the_stored_ones_that_their_ids_choose(
+    config: ExtractConfig, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_train.store.reference.ONE_IN", 4)
+    config = replace(config, encoding="projected-int8", rank="0.5H")
+    prepared = preparation.prepare(config, lambda _event: None)
+    encoding, table = make_encoding("projected-int8", 2, 32, 16), prepared.table
+    worker._create(prepared.config, target, encoding, table)
+    forwarder = Forwarder(target, encoding, StoreReader(config.store).calibration, table)
+    reference = ReferenceWriter(config.store, encoding, {}, int(table.lengths.sum()))
+    store_writer = StoreWriter(prepared.config, encoding, table, {}, lambda _message: None, reference)
+    for part in forwarder.run(range(40)):
+        part.finite[:] = True
+        for index in part.indices:
+            if index == 11:  # not finite, so not stored
+                part.finite[sum(part.lengths[:11])] = False
+        store_writer.put(worker.with_reference(part, target, table, reference))
+    store_writer.close()
+    wanted = {int(table.ids[index]) for index in range(40) if table.ids[index] % 4 == 0 and index != 11}
+    samples = list(read_references(open_references(config.store, encoding)))
+    assert {sample.id for sample in samples} == wanted and 3 < len(wanted) < 20
+    for sample in samples:
+        states = target.hidden_states(torch.from_numpy(sample.token_ids).long()[None])[0].bfloat16()
+        np.testing.assert_array_equal(sample.features.view(np.int16), states.view(torch.int16).numpy())
+    assert len(StoreReader(config.store).samples) == 39 and verify_store(config.store).problems == []
+    report = store_report(config.store)
+    assert report["reference"]["samples"] == len(wanted)
+    for layer in report["features"]:  # measured on them, and on the calibration's tokens
+        assert layer["reference_energy_kept"] == pytest.approx(layer["energy_kept"], abs=0.05)
 
 
 def test_calibration_of_another_store_is_taken_over(config: ExtractConfig, target: Target, full_store: Path) -> None:

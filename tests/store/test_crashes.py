@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dflash_train.store.creation import clean_staging, create_store, store_lock
 from dflash_train.store.files import Files, list_temporaries, write_directory
@@ -18,6 +19,7 @@ from dflash_train.store.index import read_index
 from dflash_train.store.manifest import StoreError
 from dflash_train.store.opened import list_segments
 from dflash_train.store.reader import StoreReader, open_manifest
+from dflash_train.store.reference import ReferenceWriter, open_references, read_references
 from dflash_train.store.segment import SegmentWriter
 from dflash_train.store.verify import verify_store
 
@@ -197,6 +199,41 @@ def test_segment_survives_a_stop_after_every_call(with_: Any, quick_path: Path, 
         np.testing.assert_array_equal(reader.read(index).features, samples[1]["features"])
 
     assert crash_everywhere(base, work, check) > 40
+
+
+def test_reference_samples_survive_a_stop_after_every_call(with_: Any, quick_path: Path) -> None:
+    maker = with_(encoding_name="int8", num_layers=1, hidden_size=4)
+    base = quick_path / "base"
+    base.mkdir()
+    maker.create(base / "s.zarr")
+    maker.add_segment(base / "s.zarr", [0], [3])
+    shutil.rmtree(base / "s.zarr" / "reference")  # as in a store of before, where the folder is made, too
+    states = maker.states(1, 33).bfloat16().view(torch.int16).numpy()
+    sample = maker.sample(1, 33)
+    arguments = {name: sample[name] for name in ("sample_id", "group", "token_ids", "loss_mask")}
+
+    def work(root: Path, files: Files) -> None:
+        writer = ReferenceWriter(root / "s.zarr", maker.encoding, {}, 100, files)
+        writer.append(**arguments, states=states)
+        writer.commit()
+
+    def check(root: Path, finished: bool) -> None:
+        path = root / "s.zarr"
+        problems = [problem for problem in verify_store(path).problems if problem.file != "reference/zarr.json"]
+        assert problems == [], "but for the group that was removed above"
+        assert StoreReader(path).stored_ids() == {1000}
+        for _ in range(2):  # what a kill left; then, after a resume
+            kept = list(read_references(open_references(path, maker.encoding)))
+            assert [each.id for each in kept] in ([[1001]] if finished else ([], [1001]))
+            for each in kept:
+                np.testing.assert_array_equal(each.features.view(np.int16), states)
+            with store_lock(path):
+                clean_staging(path)
+                work(root, Files())
+            finished = True
+        assert verify_store(path).leftovers == []
+
+    assert crash_everywhere(base, work, check) > 30
 
 
 def test_creation_survives_a_stop_after_every_call(with_: Any, quick_path: Path) -> None:
