@@ -79,6 +79,12 @@ from dflash_train.units import format_duration
     type=click.Path(path_type=Path),
     help="Take channel scale and projection of this store, to train on both.",
 )
+@click.option(
+    "--projection-from",
+    metavar="DRAFTER",
+    type=click.Path(path_type=Path),
+    help="Begin the projection of a new store with the row space of this drafter's fc: nothing that it looks at is lost.",
+)
 @click.option("--seed", default=0, show_default=True, help="Of the order of samples and the calibration draw.")
 @click.option(
     "--sample-cache", type=click.Path(path_type=Path), help="Where tokenised samples are kept. Default: user cache."

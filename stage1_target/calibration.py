@@ -112,30 +112,44 @@ def calibrate(target: Target, batches: Iterable[tuple[torch.Tensor, list[int]]])
 
     Raises InputError where no finite token is left.
     """
-    import torch
-
-    medians = ChannelMedians(len(target.target_layer_ids) * target.hidden_size, target.device)
-    for tokens, rms in ordinary_tokens(target, batches):
-        for piece, piece_rms in zip(torch.split(tokens, 1024), torch.split(rms, 1024), strict=True):
-            medians.add(piece.float() / piece_rms[:, None])
-    if not medians.num_tokens:
+    num_layers = len(target.target_layer_ids)
+    scale = calibrate_states(states_of(target, batches), num_layers, num_layers * target.hidden_size, target.device)
+    if scale is None:
         raise InputError(
             "No calibration token has finite states; the target is broken in this dtype, try --dtype float32."
         )
-    return channel_scale(medians.medians(), len(target.target_layer_ids))
+    return scale
 
 
-def ordinary_tokens(
-    target: Target, batches: Iterable[tuple[torch.Tensor, list[int]]]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Run batches and yield, of each, the raw states [N, L * H] and rms [N] of tokens that are finite and no sinks."""
+def calibrate_states(
+    states: Iterable[torch.Tensor], num_layers: int, num_channels: int, device: torch.device
+) -> NDArray[np.float32] | None:
+    """The same from raw states [N, L * H] that are there already, on `device`; None where no token is finite."""
     import torch
 
-    seen: list[torch.Tensor] = []
+    medians = ChannelMedians(num_channels, device)
+    for tokens, rms in ordinary_tokens(states):
+        for piece, piece_rms in zip(torch.split(tokens, 1024), torch.split(rms, 1024), strict=True):
+            medians.add(piece.float() / piece_rms[:, None])
+    return channel_scale(medians.medians(), num_layers) if medians.num_tokens else None
+
+
+def states_of(target: Target, batches: Iterable[tuple[torch.Tensor, list[int]]]) -> Iterator[torch.Tensor]:
+    """Run batches and yield the raw states [N, L * H] of each, without padding."""
+    import torch
+
     for token_ids, lengths in batches:
         states = target.hidden_states(token_ids)
         valid = torch.arange(token_ids.shape[1])[None, :] < torch.tensor(lengths)[:, None]
-        tokens = states[valid.to(states.device)]
+        yield states[valid.to(states.device)]
+
+
+def ordinary_tokens(states: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each batch of raw states [N, L * H], those of tokens that are finite and no sinks, and their rms [N]."""
+    import torch
+
+    seen: list[torch.Tensor] = []
+    for tokens in states:
         rms = torch.cat([piece.float().square().mean(dim=1).sqrt() for piece in torch.split(tokens, 1024)])
         finite = torch.isfinite(rms) & (rms > 0)
         seen.append(rms[finite].cpu())

@@ -49,6 +49,9 @@ class ExtractConfig:
     """Tokens of the random draw that channel scale and projection are measured on; all, if there are fewer."""
     calibration_from: Path | None = None
     """Take channel scale and projection of this store instead, so that both can be trained on together."""
+    projection_from: Path | None = None
+    """Let the projection begin with the row space of this drafter's `fc`, so that nothing it looks at is lost; counts when
+    the store is made."""
     seed: int = 0
     """Of the schedule's shuffle and the calibration draw."""
     sample_cache: Path | None = None
@@ -82,6 +85,14 @@ class ExtractConfig:
         if not is_projected(self.encoding) and self.rank != AUTO_RANK:
             raise InputError(f"--rank {self.rank} is for the projected encodings, but --encoding is {self.encoding}.")
         resolve_rank(self.rank, 1)
+        if self.projection_from is not None and not is_projected(self.encoding):
+            raise InputError(
+                f"--projection-from {self.projection_from} is for the projected encodings, but --encoding is {self.encoding}."
+            )
+        if self.projection_from is not None and self.calibration_from is not None:
+            raise InputError(
+                "--projection-from and --calibration-from both say where the projection comes from; give one of them."
+            )
 
     def resolve_encoding(self, num_layers: int, hidden_size: int, *manifests: Manifest | None) -> Encoding:
         """The encoding of L tapped layers of H channels; a rank of auto is the first that one of the manifests has."""

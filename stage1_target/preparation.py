@@ -21,6 +21,7 @@ from dflash_train.stage1_target.extract_config import ExtractConfig
 from dflash_train.stage1_target.forecast import Forecast, make_forecast
 from dflash_train.stage1_target.generation import generation_mismatches, settings_of
 from dflash_train.stage1_target.identity import known_without_weights, refuse_differences
+from dflash_train.stage1_target.projection import read_fc
 from dflash_train.stage1_target.quantization import check_quantization
 from dflash_train.stage1_target.samples import SampleTable, prepare_samples
 from dflash_train.stage1_target.schedule import Batch, padding_share, plan_batches
@@ -92,6 +93,8 @@ def prepare(config: ExtractConfig, report: Report) -> Prepared:
     config = replace(config, rank=AUTO_RANK if encoding.rank is None else str(encoding.rank))
     # refused now, not after the target is loaded
     calibration = None if other is None else calibration_of(other, layer_ids, encoding)
+    if reader is None and config.projection_from is not None:
+        read_fc(config.projection_from, layer_ids, int(text.hidden_size))
     if reader is not None:
         known = known_without_weights(config.target, model_config, tokenizer, layer_ids, encoding)
         if calibration is not None:

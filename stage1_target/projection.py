@@ -12,20 +12,27 @@ turn at rank 4,096 of 20,480), where a full decomposition would take some 9 · (
 stops when a turn finds less than 1e-5 more energy: neighbouring directions of equal energy may then still be mixed, which
 costs nothing, because only their span and their energy matter.
 
+With the `fc` of a drafter that there is already (`read_fc`), P begins with the row space of fc · D, so nothing that this
+drafter looks at is lost; the rest of the rank goes to the leading eigenvectors of what C has outside of it. Within the
+whole span the rows are then turned such that components are uncorrelated, E[y yᵀ] = diag λ, as eigenvectors are by
+themselves. Where fc has more rows than the rank, its row space is cut to the directions of most energy.
+
 Symbols: N tokens, n = L · H, L tapped target layers, H hidden size.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dflash_train.errors import InputError
-from dflash_train.stage1_target.calibration import ordinary_tokens
+from dflash_train.stage1_target.calibration import ordinary_tokens, states_of
 from dflash_train.store.calibration import Calibration
 from dflash_train.store.encoding import Encoding
 
@@ -38,6 +45,8 @@ PIECE_TOKENS = 2048
 WHOLE_CHANNELS = 6144
 MAX_TURNS = 60
 ENERGY_TOLERANCE = 1e-5
+RANK_FLOOR = 1e-5
+"""Of the largest singular value of fc · D: directions below it are the rounding of its bfloat16 weights."""
 EIGENVALUE_FLOOR = 1e-6
 """Of the largest: an eigenvalue divides, and one of a direction that the draw never took would be 0."""
 
@@ -68,14 +77,27 @@ def fit_projection(
     channel_scale: Tensor,
     encoding: Encoding,
     seed: int = 0,
+    fc: Tensor | None = None,
 ) -> Calibration:
-    """D with P, its eigenvalues and the energy of each layer, on the CPU; batches and D as of `calibrate`.
+    """D with P, its eigenvalues and the energy of each layer, on the CPU; batches and D as of `calibrate`, fc of `read_fc`.
 
     Raises InputError where there are fewer ordinary tokens than the encoding has features: P would be made up.
     """
-    moment = SecondMoment(encoding.num_states, target.device)
-    scale = channel_scale.to(target.device)
-    for tokens, _ in ordinary_tokens(target, batches):
+    return fit_states(states_of(target, batches), channel_scale, encoding, target.device, seed, fc)
+
+
+def fit_states(
+    states: Iterable[Tensor],
+    channel_scale: Tensor,
+    encoding: Encoding,
+    device: torch.device,
+    seed: int = 0,
+    fc: Tensor | None = None,
+) -> Calibration:
+    """The same from raw states [N, L * H] that are there already, on `device`."""
+    moment = SecondMoment(encoding.num_states, device)
+    scale = channel_scale.to(device)
+    for tokens, _ in ordinary_tokens(states):
         for piece in torch.split(tokens, PIECE_TOKENS):
             moment.add(piece.float() / scale)
     rank = encoding.num_features
@@ -86,7 +108,10 @@ def fit_projection(
         )
     matrix = moment.matrix()
     layer_energy = matrix.diagonal().double().view(encoding.num_layers, -1).mean(1)
-    eigenvalues, vectors = leading_eigenvectors(matrix, rank, seed)
+    if fc is None:
+        eigenvalues, vectors = leading_eigenvectors(matrix, rank, seed)
+    else:
+        eigenvalues, vectors = directions_with(row_space(fc.to(device).float() * scale), matrix, rank, seed)
     calibration = Calibration(
         channel_scale.cpu(),
         projection=vectors.float().cpu().contiguous(),
@@ -112,6 +137,73 @@ def leading_eigenvectors(matrix: Tensor, rank: int, seed: int = 0) -> tuple[Tens
     eigenvalues, vectors = decompose(matrix, rank, seed)
     largest = vectors.gather(1, vectors.abs().argmax(dim=1, keepdim=True))
     return eigenvalues, torch.where(largest < 0, -vectors, vectors)
+
+
+def row_space(weight: Tensor) -> Tensor:
+    """An orthonormal basis of a matrix's row space as columns [n, k], k its rank, of weight [m, n]."""
+    basis, triangle = torch.linalg.qr(weight.T)
+    squares, rotation = _eigenvectors_descending(triangle.double() @ triangle.double().T)
+    directions: Tensor = basis @ rotation[:, squares > RANK_FLOOR**2 * squares[0]].to(basis.dtype)
+    return directions
+
+
+def directions_with(basis: Tensor, matrix: Tensor, rank: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Rows [rank, n], orthonormal, that span a basis [n, k] first and then what has most energy in `matrix`, which is used up.
+
+    Returns what E[y_i^2] is by the matrix, descending, and the rows; E[y yT] is diagonal. If k exceeds the rank, the
+    rows are the directions of most energy within the basis.
+    """
+    product = matrix @ basis
+    values, rotation = _eigenvectors_descending(basis.T @ product)
+    basis, product = basis @ rotation.to(basis.dtype), product @ rotation.to(basis.dtype)
+    num_first = basis.shape[1]
+    if num_first >= rank:
+        return values[:rank], basis[:, :rank].T
+    matrix.addmm_(product, basis.T, alpha=-1).addmm_(basis, product.T, alpha=-1)  # C - C B B^T - B B^T C
+    matrix.addmm_(basis * values.to(basis.dtype), basis.T)  # + B B^T C B B^T: nothing is left in the basis
+    others = leading_eigenvectors(matrix, rank - num_first, seed)[1].to(basis.dtype).T
+    others = torch.linalg.qr(others - basis @ (basis.T @ others)).Q
+    small = torch.zeros((rank, rank), dtype=torch.float64, device=basis.device)
+    small[:num_first, :num_first] = torch.diag(values)
+    small[num_first:, num_first:] = (others.T @ (matrix @ others)).double()
+    small[:num_first, num_first:] = (product.T @ others).double()
+    small[num_first:, :num_first] = small[:num_first, num_first:].T
+    values, rotation = _eigenvectors_descending(small)
+    return values, (torch.cat([basis, others], dim=1) @ rotation.to(basis.dtype)).T
+
+
+def _eigenvectors_descending(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors (columns) of a small symmetric matrix, in float64, the largest first."""
+    matrix = matrix.double()
+    values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
+    return values.flip(0), vectors.flip(1)
+
+
+def read_fc(drafter: Path, layer_ids: Sequence[int], hidden_size: int) -> Tensor:
+    """The weight of fc, float32 [m, L * H], of a drafter's folder in z-lab's format; InputError where it is for other states."""
+    from safetensors import SafetensorError, safe_open
+
+    way_out = "Give a drafter's folder in z-lab's format, such as a checkpoint of `dflash train-drafter`."
+    try:
+        config = json.loads((drafter / "config.json").read_text(encoding="utf-8"))
+        nested = config.get("dflash_config") or {}
+        found = nested.get("target_layer_ids", config.get("target_layer_ids"))
+        with safe_open(drafter / "model.safetensors", framework="pt") as file:
+            name = next((name for name in ("fc.weight", "model.fc.weight") if name in file.keys()), "fc.weight")  # noqa: SIM118
+            weight: Tensor = file.get_tensor(name)
+    except (OSError, ValueError, AttributeError, RecursionError, SafetensorError) as error:
+        raise InputError(f"The fc of the drafter {drafter} cannot be read ({error}). {way_out}") from error
+    if found != list(layer_ids):
+        raise InputError(
+            f"The drafter {drafter} taps the layers {found}, but {list(layer_ids)} are to be stored. Give another drafter, "
+            "or --target-layers."
+        )
+    if weight.ndim != 2 or weight.shape[1] != len(layer_ids) * hidden_size or not weight.isfinite().all():
+        raise InputError(
+            f"The fc of the drafter {drafter} has shape {list(weight.shape)}, but finite weights for {len(layer_ids)} layers "
+            f"of {hidden_size} channels are wanted. Give a drafter of this target."
+        )
+    return weight.float()
 
 
 def whole_decomposition(matrix: Tensor, rank: int, _seed: int) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ from dflash_train.stage1_target.extract_config import ExtractConfig
 from dflash_train.stage1_target.forward import EncodedBatch, Forwarder, Unfit, pad_right
 from dflash_train.stage1_target.identity import build_manifest, check_target, frozen_target
 from dflash_train.stage1_target.overlap import Overlap
-from dflash_train.stage1_target.projection import fit_projection
+from dflash_train.stage1_target.projection import fit_projection, read_fc
 from dflash_train.stage1_target.samples import SampleTable
 from dflash_train.stage1_target.schedule import plan_batches
 from dflash_train.stage1_target.self_check import self_check
@@ -183,7 +183,9 @@ def _create(config: ExtractConfig, target: Target, encoding: Encoding, table: Sa
         logger.info("Calibrating on %d samples, %d tokens.", len(drawn), int(table.lengths[drawn].sum()))
         calibration = Calibration.from_arrays(calibrate(target, batches()))
         if encoding.is_projected:  # the same tokens again, now that D is known: keeping them would take gigabytes
-            calibration = fit_projection(target, batches(), calibration.channel_scale, encoding, config.seed)
+            drafter = config.projection_from
+            fc = None if drafter is None else read_fc(drafter, target.target_layer_ids, target.hidden_size)
+            calibration = fit_projection(target, batches(), calibration.channel_scale, encoding, config.seed, fc)
     schedule = plan_batches(table.lengths, range(len(table)), config.batch_tokens, config.seed)
     several = next((batch.indices for batch in schedule if len(batch.indices) > 1), ())
     if several:  # before the store is there: its calibration would be of wrong states

@@ -72,7 +72,8 @@ class Calibration:
         """Share of each layer's energy that the projection keeps, [L]; None without one.
 
         The error of a layer is (1 - P^T P) x restricted to it; as P's rows are eigenvectors of the second moment C,
-        what is kept of layer l is the trace of (P^T diag(eigenvalues) P) over its channels, of tr C over them.
+        what is kept of layer l is the trace of (P^T diag(eigenvalues) P) over its channels, of tr C over them. Where P
+        begins with a drafter's rows, this is the energy of P^T P x in the layer: only the sum over layers is exact.
         """
         if self.projection is None or self.eigenvalues is None or self.layer_energy is None:
             return None

@@ -724,9 +724,37 @@ def test_a_projected_store_keeps_the_rank_and_projection_that_it_began_with(
         extract(replace(config, rank="H", store=tmp_path / "other", calibration_from=full_store))
 
 
+def test_a_projection_from_a_drafter_is_made_once_and_checked_before_the_target_is_loaded(
+    config: ExtractConfig, target: Target, tmp_path: Path
+) -> None:
+    from safetensors.torch import save_file
+
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    fc = torch.randn(8, 64)
+    save_file({"fc.weight": fc}, drafter / "model.safetensors")
+    (drafter / "config.json").write_text(json.dumps({"dflash_config": {"target_layer_ids": [1, 2]}}))
+    config = replace(config, encoding="projected-int8", rank="20", projection_from=drafter)
+    prepared = preparation.prepare(config, lambda _event: None)
+    worker._create(prepared.config, target, make_encoding("projected-int8", 2, 32, 20), prepared.table)
+    calibration = StoreReader(config.store).calibration
+    assert calibration.projection is not None
+    wanted = fc * calibration.channel_scale
+    torch.testing.assert_close(wanted @ calibration.projection.T @ calibration.projection, wanted, rtol=0, atol=1e-3)
+    (drafter / "model.safetensors").unlink()
+    preparation.prepare(config, lambda _event: None)  # the store has its projection
+    with pytest.raises(InputError, match="The fc of the drafter .* cannot be read"):
+        preparation.prepare(replace(config, store=tmp_path / "new"), lambda _event: None)
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
+        ({"projection_from": Path("d")}, "--projection-from d is for the projected encodings, but --encoding is bf16"),
+        (
+            {"projection_from": Path("d"), "calibration_from": Path("s"), "encoding": "projected-int8"},
+            "--projection-from and --calibration-from both say where the projection comes from",
+        ),
         ({"rank": "7"}, "--rank 7 is for the projected encodings, but --encoding is bf16"),
         ({"rank": "x", "encoding": "projected-int8"}, "--rank is 'x'. Give a number"),
     ],

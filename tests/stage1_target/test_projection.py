@@ -1,5 +1,6 @@
 """The projection against numpy's eigenvectors, and what may not tilt it."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from dflash_train.stage1_target.projection import (
     SecondMoment,
     fit_projection,
     leading_eigenvectors,
+    read_fc,
+    row_space,
     subspace_iteration,
     whole_decomposition,
 )
@@ -129,3 +132,82 @@ def test_sinks_and_broken_tokens_do_not_tilt_the_projection(target: Target, monk
     torch.testing.assert_close(fit(spoiled), fit(states[:, 301:]), rtol=0, atol=1e-4)
     with pytest.raises(InputError, match="to 13 features cannot be fitted on 12 tokens. Give more data, more"):
         fit(states[:, :12])
+
+
+def test_projection_keeps_all_that_a_drafters_fc_looks_at(target: Target, tmp_path: Path) -> None:
+    batches = [batch(seed) for seed in range(3)]
+    states = torch.cat(
+        [
+            row[:length]
+            for token_ids, lengths in batches
+            for row, length in zip(target.hidden_states(token_ids), lengths, strict=True)
+        ]
+    ).double()
+    scale = torch.from_numpy(calibrate(target, batches))
+    fc = torch.randn(7, 64, generator=torch.Generator().manual_seed(3))
+    fc[6] = fc[5] - 2 * fc[0]  # of rank 6
+    found = fit_projection(target, batches, scale, ENCODING, fc=fc)
+    plain = fit_projection(target, batches, scale, ENCODING)
+    assert found.projection is not None and found.eigenvalues is not None and plain.eigenvalues is not None
+    rows = found.projection.double()
+    torch.testing.assert_close(rows @ rows.T, torch.eye(13, dtype=torch.float64), rtol=0, atol=1e-5)
+    # fc sees the same of what is kept as of the states themselves
+    scaled = states / scale
+    torch.testing.assert_close(
+        (scaled @ rows.T @ rows * scale) @ fc.double().T, states @ fc.double().T, rtol=1e-3, atol=1e-3
+    )
+    # components are uncorrelated over the tokens, with the eigenvalues as their energy, descending
+    moment = rows.numpy() @ numpy_moment(scaled.numpy()) @ rows.numpy().T
+    np.testing.assert_allclose(moment, np.diag(found.eigenvalues.numpy()), atol=2e-4 * float(found.eigenvalues[0]))
+    assert (found.eigenvalues.diff() <= 0).all()
+    # the seven other directions are the best there are: those of numpy, of the moment outside of fc's rows
+    seen = fc[:6].double().numpy() * scale.double().numpy()
+    outside = np.eye(64) - np.linalg.pinv(seen) @ seen
+    best = np.linalg.eigvalsh(outside @ numpy_moment(scaled.numpy()) @ outside)[::-1][:7].sum()
+    basis = row_space(fc * scale)
+    assert basis.shape == (64, 6)
+    first = float(torch.trace(basis.T.double() @ torch.from_numpy(numpy_moment(scaled.numpy())) @ basis.double()))
+    assert float(found.eigenvalues.sum()) == pytest.approx(first + best, rel=1e-3)
+    assert float(found.eigenvalues.sum()) < float(plain.eigenvalues.sum())
+
+
+def test_projection_of_a_low_rank_is_the_best_part_of_fcs_rows(target: Target) -> None:
+    batches, encoding = [batch(seed) for seed in range(3)], make_encoding("projected-int8", 2, 32, 3)
+    fc = torch.randn(7, 64, generator=torch.Generator().manual_seed(3))
+    found = fit_projection(target, batches, torch.ones(64), encoding, fc=fc)
+    plain = fit_projection(target, batches, torch.ones(64), encoding).projection
+    assert found.projection is not None and plain is not None and not torch.equal(found.projection, plain)
+    inside = found.projection @ row_space(fc)
+    torch.testing.assert_close(inside.square().sum(1), torch.ones(3), rtol=1e-4, atol=0)
+
+
+def save_drafter(folder: Path, weight: torch.Tensor, layer_ids: list[int]) -> Path:
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    save_file({"fc.weight": weight, "norm.weight": torch.ones(3)}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"dflash_config": {"target_layer_ids": layer_ids}}))
+    return folder
+
+
+def test_fc_of_a_drafter_is_read_and_checked(tmp_path: Path) -> None:
+    weight = torch.randn(7, 64).bfloat16()
+    drafter = save_drafter(tmp_path / "drafter", weight, [1, 2])
+    assert torch.equal(read_fc(drafter, (1, 2), 32), weight.float())
+    with pytest.raises(
+        InputError, match=r"taps the layers \[1, 2\], but \[0, 2\] are to be stored. Give another drafter"
+    ):
+        read_fc(drafter, (0, 2), 32)
+    with pytest.raises(
+        InputError, match=r"has shape \[7, 64\], but finite weights for 2 layers of 16 channels are wanted"
+    ):
+        read_fc(drafter, (1, 2), 16)
+    broken = save_drafter(tmp_path / "broken", torch.full((7, 64), float("nan")), [1, 2])
+    with pytest.raises(InputError, match="finite weights"):
+        read_fc(broken, (1, 2), 32)
+    for damage in (b"[]", b"{", b""):
+        (drafter / "config.json").write_bytes(damage)
+        with pytest.raises(InputError, match="cannot be read .* Give a drafter's folder in z-lab's format"):
+            read_fc(drafter, (1, 2), 32)
+    with pytest.raises(InputError, match="cannot be read"):
+        read_fc(tmp_path / "none", (1, 2), 32)
