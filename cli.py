@@ -18,8 +18,8 @@ from dflash_train.commands.terminal import Failure
 from dflash_train.errors import InputError
 
 COMMANDS = (
-    *("preflight", "regenerate", "extract", "inspect-store", "train-drafter", "evaluate", "check", "export"),
-    *("report", "status", "stop", "logs"),
+    *("preflight", "regenerate", "extract", "import-store", "inspect-store", "train-drafter", "evaluate", "check"),
+    *("export", "report", "status", "stop", "logs"),
 )
 
 

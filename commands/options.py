@@ -113,13 +113,13 @@ def use_one_device(gpus: str | None) -> str:
     return use_device(devices[0])
 
 
-def layer_ids_of(text: str | None) -> tuple[int, ...] | None:
+def layer_ids_of(text: str | None, option: str = "--target-layers") -> tuple[int, ...] | None:
     if text is None:
         return None
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
-        raise click.UsageError(f"--target-layers is {text!r}; write layer numbers like 1,9,17,25,33.") from error
+        raise click.UsageError(f"{option} is {text!r}; write layer numbers like 1,9,17,25,33.") from error
 
 
 def chat_template_arguments_of(text: str) -> dict[str, Any]:

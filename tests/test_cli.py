@@ -52,6 +52,7 @@ def test_option_defaults_are_those_of_the_config(command: str) -> None:
     from dflash_train.speculate.check import CheckConfig
     from dflash_train.speculate.evaluate import EvaluateConfig
     from dflash_train.stage1_target.extract import ExtractConfig
+    from dflash_train.stage1_target.import_config import ImportConfig
     from dflash_train.stage1_target.regenerate import RegenerateConfig
     from dflash_train.stage1_target.samples import DataConfig
     from dflash_train.stage1_target.target import TargetConfig
@@ -60,6 +61,7 @@ def test_option_defaults_are_those_of_the_config(command: str) -> None:
     classes = {
         "regenerate": (RegenerateConfig, TargetConfig),
         "extract": (ExtractConfig, DataConfig, TargetConfig),
+        "import-store": (ImportConfig, TargetConfig),
         "train-drafter": (TrainConfig,),
         "evaluate": (EvaluateConfig, TargetConfig),
         "check": (CheckConfig, TargetConfig),

@@ -49,6 +49,7 @@ TRAIN = (
 RESUME = TRAIN.replace("--run new", "--run run")
 EVALUATE = "evaluate --target target --drafter run --data rows.jsonl --gpus cpu --max-prompts 1 --max-new-tokens 4"
 
+IMPORT = "import-store states --store new.zarr --target target --gpus cpu"
 CHECK = "check run --target target --gpus cpu --no-parity"
 EXPORT = "export run out --format speculators --store store.zarr"
 
@@ -143,6 +144,24 @@ def in_order(*steps: Prepare) -> Prepare:
             step(folder)
 
     return prepare
+
+
+def foreign_states(folder: Path) -> None:
+    """A sample as speculators writes it, of the decoder layers 1 and 2 and the last."""
+    import datasets
+    import torch
+    from safetensors.torch import save_file
+
+    from dflash_train.stage1_target.target import TargetConfig, load_target
+
+    token_ids = list(range(5, 14))
+    rows = datasets.Dataset.from_dict({"input_ids": [token_ids], "loss_mask": [[0] * 4 + [1] * 5], "seq_len": [9]})
+    rows.save_to_disk(str(folder / "states"))
+    target = load_target(TargetConfig(name=str(folder / "target"), dtype="float32"), (1, 2), "cpu")
+    states = target.hidden_states(torch.tensor([token_ids]))[0].view(9, 2, 32)
+    (folder / "states" / "hidden_states").mkdir()
+    content = {"token_ids": torch.tensor(token_ids), "hidden_states": torch.cat([states, states[:, :1]], dim=1)}
+    save_file(content, folder / "states" / "hidden_states" / "hs_0.safetensors")
 
 
 def half(data: bytes) -> bytes:
@@ -518,6 +537,30 @@ CASES: dict[str, list[Case]] = {
             f"{AGAIN} --calibration-from no.zarr",
             1,
             "no.zarr is not there, but a store is a folder. Give the path that `dflash extract` wrote.",
+        ),
+        Case(
+            "a projection from a drafter for an encoding that has none",
+            f"{EXTRACT} --projection-from run",
+            1,
+            "--projection-from run is for the projected encodings, but --encoding is int8.",
+        ),
+        Case(
+            "two places to take the projection from",
+            f"{EXTRACT} --encoding projected-int8 --projection-from run --calibration-from store.zarr",
+            1,
+            "--projection-from and --calibration-from both say where the projection comes from; give one of them.",
+        ),
+        Case(
+            "a projection from a folder that is no drafter",
+            f"{EXTRACT} --encoding projected-int8 --projection-from target",
+            1,
+            "The fc of the drafter target cannot be read (…). Give a drafter's folder in z-lab's format, such as a checkpoint of `dflash train-drafter`.",
+        ),
+        Case(
+            "a projection from a drafter of other layers",
+            f"{EXTRACT} --target-layers 0,2 --encoding projected-int8 --projection-from {CHECKPOINT}",
+            1,
+            "The drafter run/checkpoints/step-00000001 taps the layers [1, 2], but [0, 2] are to be stored. Give another drafter, or --target-layers.",
         ),
     ],
     "extract: target": [
@@ -965,6 +1008,61 @@ CASES: dict[str, list[Case]] = {
             f"{EXTRACT} --log-folder rows.jsonl",
             1,
             "--log-folder is rows.jsonl, a file, but must be a folder; name another path.",
+        ),
+    ],
+    "import-store": [
+        Case(
+            "a folder that is not there",
+            "import-store nowhere --store new.zarr --target target --layers 1,2 --gpus cpu",
+            1,
+            "nowhere is not there, but a folder of states is wanted.",
+        ),
+        Case(
+            "a folder without states",
+            "import-store target --store new.zarr --target target --layers 1,2 --gpus cpu",
+            1,
+            "target holds no hs_….safetensors and no data_….ckpt. Give the folder of one of them, or --layout.",
+        ),
+        Case(
+            "layers that are no numbers",
+            "import-store target --store new.zarr --target target --layers first --gpus cpu",
+            2,
+            "--layers is 'first'; write layer numbers like 1,9,17,25,33.",
+        ),
+        Case(
+            "the last layer, as speculators numbers it",
+            f"{IMPORT} --layers 2,5",
+            1,
+            "--layers 2,5 are decoder layers 1,4, as speculators numbers them. Target layer 4 is the last one, whose output engines cannot tap (…); choose from 0 to 3.",
+            foreign_states,
+        ),
+        Case(
+            "states of other layers",
+            f"{IMPORT} --layers 1,2",
+            1,
+            "Plane 0 of …/hs_0.safetensors is the output of decoder layer 1 (difference …), not of 0 (…). What is in the file is --layers 2,3, as speculators numbers them.",
+            foreign_states,
+        ),
+        Case(
+            "states without the data set",
+            f"{IMPORT} --layers 2,3",
+            1,
+            "states holds no prepared data set of speculators with input_ids and loss_mask (…), but its loss masks are nowhere else. Give the folder that its prepare-data wrote, and --hidden-states where the states lie elsewhere.",
+            in_order(foreign_states, remove("states/state.json")),
+        ),
+        Case(
+            "files of which none can be used",
+            f"{IMPORT} --layers 2",
+            1,
+            "None of 1 files of states/hidden_states can be used; the commonest reason (1 times): its states have shape [9, 3, 32], but tokens x 1 layers, or one more, x 32 channels are wanted. Check --layers and --target.",
+            foreign_states,
+        ),
+        Case(
+            "a store of another encoding",
+            f"{IMPORT} --layers 2,3 --encoding bf16".replace("new.zarr", "store.zarr"),
+            1,
+            "The store store.zarr was made from something else: encoding: found 'int8', wanted 'bf16'. Give the same target, data settings and encoding, or another --store.",
+            foreign_states,
         ),
     ],
     "inspect-store": [

@@ -1,0 +1,360 @@
+"""The import of hidden states that another trainer wrote (foreign.py): its files become samples of a store that trains.
+
+The target is loaded once, for what the files lack: embedding, head, tokenizer and the fingerprint, and to prove on a few
+samples that the files hold the layers one says. Then files are read two ahead, in a seeded order (so that what is there
+after a stop is a fair sample), encoded on the device and appended to segments as an extract's are. A file that cannot be
+used goes into quarantine by name, with the reason; it is not tried again until it changes. A sample's id is that of
+its tokens, so whatever was stored, by whichever run, extract included, is not stored twice.
+
+Host memory: three files. Speed: that of reading the files.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dflash_train.errors import InputError
+from dflash_train.machine.launch import stop_signals
+from dflash_train.stage1_target.calibration import calibrate_states, calibration_of
+from dflash_train.stage1_target.foreign import ForeignSample, Layout, StateFile, UnusableFile, open_layout
+from dflash_train.stage1_target.identity import (
+    build_manifest,
+    check_target,
+    frozen_target,
+    known_without_weights,
+    refuse_differences,
+)
+from dflash_train.stage1_target.import_check import CHECK_TOKENS, check_states
+from dflash_train.stage1_target.import_config import ImportConfig, ImportResult
+from dflash_train.stage1_target.preparation import open_if_there
+from dflash_train.stage1_target.projection import fit_states
+from dflash_train.stage1_target.target import (
+    Target,
+    check_target_layer_ids,
+    load_model_config,
+    load_target,
+    load_tokenizer,
+    text_config,
+)
+from dflash_train.store.calibration import Calibration
+from dflash_train.store.creation import clean_staging, create_store, store_lock
+from dflash_train.store.encoding import AUTO_RANK, Encoding, is_projected, make_encoding, resolve_rank
+from dflash_train.store.manifest import hash_id
+from dflash_train.store.reader import StoreReader, open_manifest
+from dflash_train.store.reference import ReferenceWriter
+from dflash_train.store.segment import SegmentWriter
+
+logger = logging.getLogger(__name__)
+
+READ_AHEAD = 2
+ENCODE_TOKENS = 4096
+Report = Callable[[tuple[int, int] | str], None]
+"""Gets (files done, files in all), or a note."""
+
+
+def import_store(config: ImportConfig, report: Report | None = None) -> ImportResult:
+    """Store the samples of another program's files. Raises InputError before any work where the input cannot do."""
+    report = report or (lambda _event: None)
+    layout = open_layout(config.source, config.layout, config.hidden_states)
+    model_config = load_model_config(config.target)
+    text = text_config(model_config)
+    layer_ids = layout.layer_ids(config.layers)
+    try:
+        check_target_layer_ids(layer_ids, int(text.num_hidden_layers))
+    except InputError as error:
+        raise InputError(
+            f"--layers {','.join(map(str, config.layers))} are decoder layers {','.join(map(str, layer_ids))}, as "
+            f"{layout.name} numbers them. {error}"
+        ) from error
+    hidden_size, started = int(text.hidden_size), time.monotonic()
+    with store_lock(config.store), stop_signals() as stop:
+        reader, other = open_if_there(config.store), config.calibration_from
+        encoding = _encoding(config, len(layer_ids), hidden_size, reader, other)
+        if other is not None:
+            calibration_of(other, layer_ids, encoding)  # refused now, not after the target is loaded
+        tokenizer = load_tokenizer(config.target)
+        if reader is not None:
+            known = known_without_weights(config.target, model_config, tokenizer, layer_ids, encoding)
+            refuse_differences(config.store, reader.manifest.differences(replace(reader.manifest, **known)))
+        clean_staging(config.store)
+        run = _Import(config, layout, encoding, tokenizer.pad_token_id, report)
+        pending = run.pending(reader)
+        if not pending:
+            return run.result
+        dtype = config.target.dtype
+        if reader is None:  # where nothing can be used, it is better not made
+            sample = run.first_usable(pending)
+            dtype = str(sample.states.dtype).removeprefix("torch.") if dtype == "auto" else dtype
+        elif dtype == "auto":
+            dtype = reader.manifest.target_dtype
+        report(f"loading {config.target.name} in {dtype} on {config.device}")
+        target = load_target(replace(config.target, dtype=dtype), layer_ids, config.device)
+        run.check(target, pending)
+        if reader is None:
+            calibration = run.calibrate(target, pending)
+            create_store(
+                config.store, build_manifest(target, encoding, calibration.hash), calibration, frozen_target(target)
+            )
+            reader = StoreReader(config.store)
+        else:
+            check_target(reader, target, encoding)
+        vocab_size = target.vocab_size
+        del target
+        run.store(pending, reader, vocab_size, stop.is_set)
+        run.result.seconds = time.monotonic() - started
+        return run.result
+
+
+def _encoding(
+    config: ImportConfig, num_layers: int, hidden_size: int, reader: StoreReader | None, other: Path | None
+) -> Encoding:
+    if not is_projected(config.encoding):
+        return make_encoding(config.encoding, num_layers, hidden_size)
+    ranks = [] if reader is None else [reader.manifest.rank]
+    ranks += [] if other is None else [open_manifest(other).rank]
+    known = next((rank for rank in ranks if rank is not None), None)
+    rank = known if known is not None and config.rank == AUTO_RANK else resolve_rank(config.rank, hidden_size)
+    return make_encoding(config.encoding, num_layers, hidden_size, rank)
+
+
+class _Import:
+    """One run: what is to be read, and what has come of it."""
+
+    def __init__(
+        self, config: ImportConfig, layout: Layout, encoding: Encoding, padding: int | None, report: Report
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.encoding = encoding
+        self.result = ImportResult(num_files=len(layout.files))
+        self._padding = padding
+        self._report = report
+        self._device = torch.device(config.device)
+        self._source = str(config.source)
+
+    def pending(self, reader: StoreReader | None) -> list[StateFile]:
+        """The files that are neither stored nor in quarantine, in the order in which they will be."""
+        files = self.layout.files
+        order = np.random.default_rng([self.config.seed, 2]).permutation(len(files)).tolist()
+        if reader is None:
+            return [files[number] for number in order]
+        stored = reader.stored_ids()
+        known = {(entry.get("file"), entry.get("bytes"), entry.get("modified")) for entry in reader.quarantined()}
+        pending = []
+        for number in order:
+            file = files[number]
+            if (file.name, *_version(file)) in known:
+                self.result.num_known += 1
+                continue
+            try:
+                is_stored = stored and sample_id(*self._without_padding(*self.layout.read_tokens(file))) in stored
+            except UnusableFile:
+                is_stored = False  # read whole, it goes into quarantine
+            if is_stored:
+                self.result.num_stored += 1
+            else:
+                pending.append(file)
+        return pending
+
+    def first_usable(self, files: Sequence[StateFile]) -> ForeignSample:
+        """The first file that can be read; InputError, with the commonest reason, if none of the first hundred can."""
+        reasons: Counter[str] = Counter()
+        for file in files[:100]:
+            try:
+                return self._read(file)
+            except UnusableFile as error:
+                reasons[str(error)] += 1
+        [(reason, count)] = reasons.most_common(1)
+        raise InputError(
+            f"None of {reasons.total():,} files of {self.layout.folder} can be used; the commonest reason ({count:,} times): "
+            f"{reason}. Check --layers and --target."
+        )
+
+    def _read(self, file: StateFile) -> ForeignSample:
+        return self.layout.read(file, self.encoding.num_layers, self.encoding.hidden_size)
+
+    def _readable(self, files: Sequence[StateFile]) -> Iterator[tuple[StateFile, ForeignSample]]:
+        for file, read in self._read_ahead(files):
+            if isinstance(read, ForeignSample):
+                yield file, read
+
+    def _read_ahead(self, files: Sequence[StateFile]) -> Iterator[tuple[StateFile, ForeignSample | UnusableFile]]:
+        """Read files while others are at work on the ones before."""
+
+        def read(file: StateFile) -> ForeignSample | UnusableFile:
+            try:
+                return self._read(file)
+            except UnusableFile as error:
+                return error
+
+        with ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="reader") as pool:
+            ahead: list[tuple[StateFile, Future[ForeignSample | UnusableFile]]] = []
+            for file in files:
+                ahead.append((file, pool.submit(read, file)))
+                if len(ahead) > READ_AHEAD:
+                    done, future = ahead.pop(0)
+                    yield done, future.result()
+            for done, future in ahead:
+                yield done, future.result()
+
+    def check(self, target: Target, files: Sequence[StateFile]) -> None:
+        """Prove on some files that they hold the layers that they should."""
+        largest, num_checked = 0.0, 0
+        for file, sample in self._readable(files[:100]):
+            if num_checked == self.config.check_samples:
+                break
+            if not sample.states[:CHECK_TOKENS].isfinite().all():
+                continue  # it will go into quarantine
+            largest = max(largest, check_states(target, self.layout, file, sample))
+            num_checked += 1
+        if num_checked:
+            layers = ", ".join(map(str, target.target_layer_ids))
+            self._report(
+                f"the files hold decoder layers {layers}: {num_checked} samples differ by {largest:.2%} at most"
+            )
+
+    def calibrate(self, target: Target, files: Sequence[StateFile]) -> Calibration:
+        """Channel scale, and projection, of a draw of files of their own order."""
+        config, encoding = self.config, self.encoding
+        if config.calibration_from is not None:
+            return calibration_of(config.calibration_from, target.target_layer_ids, encoding)
+        order = np.random.default_rng([config.seed, 1]).permutation(len(files)).tolist()
+
+        def states() -> Iterator[torch.Tensor]:
+            num_tokens = 0
+            for _, sample in self._readable([files[number] for number in order]):
+                yield sample.states.to(self._device)
+                num_tokens += len(sample.states)
+                if num_tokens >= config.calibration_tokens:
+                    break
+
+        self._report(
+            f"measuring the channel scale on {config.calibration_tokens:,} tokens or all, and creating the store"
+        )
+        scale = calibrate_states(states(), encoding.num_layers, encoding.num_states, self._device)
+        if scale is None:
+            raise InputError(f"No token of the files in {self.layout.folder} has finite states. Give other files.")
+        calibration = Calibration.from_arrays(scale)
+        if encoding.is_projected:
+            return fit_states(states(), calibration.channel_scale, encoding, self._device, config.seed)
+        return calibration
+
+    def store(
+        self,
+        files: Sequence[StateFile],
+        reader: StoreReader,
+        vocab_size: int,
+        stopped: Callable[[], bool],
+    ) -> None:
+        """Encode and commit the files' samples until all are, or somebody says stop."""
+        config, result = self.config, self.result
+        attributes = {
+            "data": {"name": self._source, "format": self.layout.name, "layers": list(config.layers)},
+            "settings": {"target": config.target.name, "seed": config.seed},
+        }
+        stored = reader.stored_ids()
+        calibration = reader.calibration.to(self._device)
+        state_bytes = sum(file.path.stat().st_size for file in self.layout.files)
+        num_tokens = state_bytes // (2 * self.encoding.num_states)  # about: for the share of reference samples alone
+        reference = ReferenceWriter(config.store, self.encoding, attributes, num_tokens)
+        segment = SegmentWriter(config.store, self.encoding, attributes)
+        new: set[int] = set()
+        self._report((0, len(files)))
+        for number, (file, read) in enumerate(self._read_ahead(files), start=1):
+            try:
+                if isinstance(read, UnusableFile):
+                    raise read
+                token_ids, loss_mask = self._without_padding(read.token_ids, read.loss_mask)
+                states = read.states[: len(token_ids)]
+                identity = sample_id(token_ids, loss_mask)
+                if identity in stored or identity in new:
+                    result.num_duplicates += identity in new
+                    result.num_stored += identity in stored
+                else:
+                    features, scales = self._encode(token_ids, loss_mask, states, calibration, vocab_size)
+                    group = group_of(token_ids, loss_mask, identity)
+                    segment.append(identity, group, token_ids, loss_mask, features, scales)
+                    if reference.keeps(identity):
+                        bits = states.to(torch.bfloat16).contiguous().view(torch.int16).numpy()
+                        reference.append(identity, group, token_ids, loss_mask, bits)
+                    new.add(identity)
+                    result.num_new += 1
+                    result.num_new_tokens += len(token_ids)
+                    result.num_padding += len(read.token_ids) - len(token_ids)
+            except UnusableFile as error:
+                reason, (size, modified) = str(error), _version(file)
+                entry = {"id": None, "row": file.number, "reason": reason, "data": self._source}
+                segment.quarantine({**entry, "file": file.name, "bytes": size, "modified": modified})
+                result.reasons[reason] += 1
+                logger.warning("%s: %s.", file.path, reason)
+            if segment.num_bytes >= config.segment_bytes or segment.age_seconds >= config.segment_seconds:
+                segment.commit()
+                reference.commit()
+                segment = SegmentWriter(config.store, self.encoding, attributes)
+            self._report((number, len(files)))
+            if stopped():
+                self._report("stopping: what was read is committed")
+                result.stopped = True
+                break
+        segment.commit()
+        reference.commit()
+
+    def _without_padding(
+        self, token_ids: NDArray[np.int32], loss_mask: NDArray[np.uint8]
+    ) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+        """A sample without padding tokens at its end that do not count in the loss."""
+        used = np.flatnonzero((token_ids != self._padding) | (loss_mask == 1))
+        length = int(used[-1]) + 1 if len(used) else len(token_ids)
+        return token_ids[:length], loss_mask[:length]
+
+    def _encode(
+        self,
+        token_ids: NDArray[np.int32],
+        loss_mask: NDArray[np.uint8],
+        states: torch.Tensor,
+        calibration: Calibration,
+        vocab_size: int,
+    ) -> tuple[NDArray[Any], NDArray[np.float32] | None]:
+        if not loss_mask.any():
+            raise UnusableFile("no supervised tokens")
+        if int(token_ids.max()) >= vocab_size:
+            raise UnusableFile(f"token id {int(token_ids.max())} is beyond the target's vocabulary of {vocab_size}")
+        features, scales = [], []
+        for start in range(0, len(states), ENCODE_TOKENS):
+            piece = states[start : start + ENCODE_TOKENS].to(self._device)
+            finite = piece.isfinite().all(dim=1)
+            if not finite.all():
+                token = start + int((~finite).nonzero()[0])
+                raise UnusableFile(f"a hidden state is not finite at token {token} of {len(states)}")
+            encoded, steps = self.encoding.encode(piece, calibration)
+            features.append(encoded.cpu())
+            scales += [] if steps is None else [steps.cpu()]
+        return torch.cat(features).numpy(), torch.cat(scales).numpy() if scales else None
+
+
+def _version(file: StateFile) -> tuple[int, int]:
+    """Size and time of the last change, in nanoseconds: by these a file that was mended is known."""
+    status = file.path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def sample_id(token_ids: NDArray[np.int32], loss_mask: NDArray[np.uint8]) -> int:
+    """A sample's id: that of the same tokens and loss mask in an extract."""
+    return hash_id(token_ids.astype("<i4").tobytes() + loss_mask.tobytes())
+
+
+def group_of(token_ids: NDArray[np.int32], loss_mask: NDArray[np.uint8], identity: int) -> int:
+    """A sample's group: the hash of what comes before the first supervised token; its own id where nothing does."""
+    prompt = token_ids[: int(loss_mask.argmax())]
+    return hash_id(prompt.astype("<i4").tobytes()) if len(prompt) else identity
