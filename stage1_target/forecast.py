@@ -16,6 +16,7 @@ from dflash_train.stage1_target.samples import SampleTable
 from dflash_train.store.creation import calibration_shapes
 from dflash_train.store.encoding import AUTO_RANK, ENCODINGS, Encoding, is_projected, make_encoding, resolve_rank
 from dflash_train.store.files import StoreError
+from dflash_train.store.reference import expected_bytes
 from dflash_train.units import format_bytes
 
 PERCENTILES = (50, 90, 99, 100)
@@ -50,7 +51,7 @@ class Forecast:
     bytes_per_token: dict[str, int]
     """By encoding."""
     needed_bytes: int
-    """What the pending samples will take, and embedding, head and calibration if the store is new."""
+    """What the pending samples will take, reference samples included, and embedding, head and calibration if it is new."""
     frozen_bytes: int
     """What of it embedding, head and calibration will take; 0 if the store is there."""
     free_bytes: int
@@ -143,7 +144,9 @@ def make_forecast(
             ).bytes_per_token
             for name in ENCODINGS
         },
-        needed_bytes=(num_pending_tokens + padding_rows) * encoding.bytes_per_token + frozen,
+        needed_bytes=(num_pending_tokens + padding_rows) * encoding.bytes_per_token
+        + expected_bytes(num_pending_tokens, encoding)
+        + frozen,
         frozen_bytes=frozen,
         free_bytes=shutil.disk_usage(place).free,
         store=store,

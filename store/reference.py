@@ -33,6 +33,12 @@ def reference_encoding(encoding: Encoding) -> Encoding:
     return make_encoding("bf16", encoding.num_layers, encoding.hidden_size)
 
 
+def expected_bytes(num_tokens: int, encoding: Encoding) -> int:
+    """About how many bytes the reference samples of so many tokens take."""
+    reference = reference_encoding(encoding)
+    return 0 if encoding == reference else min(LIMIT_BYTES, num_tokens * reference.bytes_per_token // ONE_IN)
+
+
 class ReferenceWriter:
     """Keeps reference samples of the segments that one worker writes; they become visible with `commit`.
 

@@ -14,7 +14,13 @@ from dflash_train.store import reference
 from dflash_train.store.files import Files
 from dflash_train.store.manifest import StoreError
 from dflash_train.store.reader import StoreReader
-from dflash_train.store.reference import ReferenceWriter, list_references, open_references, read_references
+from dflash_train.store.reference import (
+    ReferenceWriter,
+    expected_bytes,
+    list_references,
+    open_references,
+    read_references,
+)
 from dflash_train.store.report import format_report, store_report
 from dflash_train.store.verify import verify_store, walk
 
@@ -71,6 +77,8 @@ def test_one_sample_in_500_by_its_id_and_at_most_10_gb(
     large = ReferenceWriter(path, maker.encoding, {}, 2000 * 10**10 // 53)  # 53 bytes a token: 2,000 times too much
     assert [number for number in range(4001) if large.keeps(number)] == [0, 2000, 4000]
     assert writer.commit() is None and list_references(path) == []
+    assert [expected_bytes(tokens, maker.encoding) for tokens in (0, 1000, 10**15)] == [0, 106, 10**10]
+    assert expected_bytes(1000, reference.reference_encoding(maker.encoding)) == 0
     monkeypatch.setattr(reference, "LIMIT_BYTES", 33 * 53)
     add_reference(maker, path, [0])
     assert not ReferenceWriter(path, maker.encoding, {}, 1).keeps(0), "the room is taken"
