@@ -659,15 +659,18 @@ def test_reference_samples_are_those_of_the_stored_ones_that_their_ids_choose(
     prepared = preparation.prepare(config, lambda _event: None)
     encoding, table = make_encoding("projected-int8", 2, 32, 16), prepared.table
     worker._create(prepared.config, target, encoding, table)
-    forwarder = Forwarder(target, encoding, StoreReader(config.store).calibration, table)
+    forwarder = Forwarder(target, encoding, StoreReader(config.store).calibration, table, 10_000)
     reference = ReferenceWriter(config.store, encoding, {}, int(table.lengths.sum()))
-    store_writer = StoreWriter(prepared.config, encoding, table, {}, lambda _message: None, reference)
+    store_writer = StoreWriter(
+        prepared.config, encoding, table, {}, lambda _message: None, num_threads=2, reference=reference
+    )
     for part in forwarder.run(range(40)):
-        part.finite[:] = True
+        assert isinstance(part, EncodedBatch)
         for index in part.indices:
             if index == 11:  # not finite, so not stored
                 part.finite[sum(part.lengths[:11])] = False
-        store_writer.put(worker.with_reference(part, target, table, reference))
+        worker.add_reference(part, target, table, reference)
+        store_writer.put(part)
     store_writer.close()
     wanted = {int(table.ids[index]) for index in range(40) if table.ids[index] % 4 == 0 and index != 11}
     samples = list(read_references(open_references(config.store, encoding)))
