@@ -78,9 +78,7 @@ def make_target(geometry: str, folder: Path, device: str) -> Any:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     with torch.device(device):
-        model = (
-            transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
-        )
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
     assert model.dtype == dtype
     model.save_pretrained(folder, max_shard_size="4GB")
     make_tokenizer().save_pretrained(folder)

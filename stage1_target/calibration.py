@@ -12,7 +12,6 @@ Shapes: B batch, T tokens, N tokens without padding, L tapped target layers, H h
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from dflash_train.errors import InputError
 from dflash_train.store.calibration import Calibration
 from dflash_train.store.encoding import Encoding
+from dflash_train.store.location import StoreLocation
 from dflash_train.store.manifest import StoreError
 from dflash_train.store.reader import StoreReader
 
@@ -39,7 +39,7 @@ LOG_RANGE = (-6.0, 3.0)
 SLICE_BYTES = 256 * 2**20
 
 
-def calibration_of(store: Path, layer_ids: Sequence[int], encoding: Encoding) -> Calibration:
+def calibration_of(store: StoreLocation, layer_ids: Sequence[int], encoding: Encoding) -> Calibration:
     """What an encoding needs of another store's calibration; StoreError where it is of other layers, width or rank."""
     other = StoreReader(store, segments=())
     wanted, found = (

@@ -20,6 +20,7 @@ from dflash_train.stage1_target.quantization import quantization_name
 from dflash_train.stage1_target.target import TargetConfig, text_config
 from dflash_train.stage1_target.tokenization import hash_chat_template, hash_tokenizer
 from dflash_train.store.encoding import Encoding, to_stored
+from dflash_train.store.location import StoreLocation
 from dflash_train.store.manifest import Manifest, StoreError, hash_json
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def check_target(reader: StoreReader, target: Target, encoding: Encoding) -> Non
     refuse_differences(reader.path, reader.manifest.differences(wanted))
 
 
-def refuse_differences(path: Path, differences: Sequence[str]) -> None:
+def refuse_differences(path: StoreLocation, differences: Sequence[str]) -> None:
     """Raise StoreError if there are any."""
     if differences:
         raise StoreError(

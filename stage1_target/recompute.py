@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ import torch
 from dflash_train.errors import InputError
 from dflash_train.stage1_target.identity import check_target, known_without_weights, refuse_differences
 from dflash_train.stage1_target.target import TargetConfig, load_model_config, load_target, load_tokenizer
+from dflash_train.store.location import StoreLocation
 from dflash_train.store.manifest import StoreError, format_id
 from dflash_train.store.reader import StoreReader
 
@@ -36,7 +36,7 @@ class RecomputeReport:
 
 
 def recompute_samples(
-    path: Path,
+    path: StoreLocation,
     target_config: TargetConfig,
     num_samples: int,
     device: str | torch.device = "cpu",

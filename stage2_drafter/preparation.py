@@ -20,6 +20,7 @@ from dflash_train.stage2_drafter.drafter_config import DrafterConfig
 from dflash_train.stage2_drafter.initial_weights import initial_weights, read_initial_config
 from dflash_train.stage2_drafter.rows import HoldoutRows, RowSchedule, check_lengths, split_holdout
 from dflash_train.stage2_drafter.run_folder import read_ledger
+from dflash_train.store.location import StoreLocation
 from dflash_train.store.manifest import Manifest
 from dflash_train.store.reader import StoreReader
 
@@ -155,7 +156,7 @@ def check_initial_weights(run: PreparedRun) -> None:
         initial_weights(run.config.init_from, run.reader.encoding, run.reader.calibration)
 
 
-def check_drafter(drafter_config: DrafterConfig, manifest: Manifest, store: Path, source: Path) -> None:
+def check_drafter(drafter_config: DrafterConfig, manifest: Manifest, store: StoreLocation, source: Path) -> None:
     """Refuse a drafter made for other features than the store holds, naming both sides of every difference."""
     store_values: dict[str, Any] = {
         "target_layer_ids": list(manifest.target_layer_ids),

@@ -38,8 +38,7 @@ from dflash_train.stage2_drafter.preparation import (
 )
 from dflash_train.stage2_drafter.rank import RANK_FUNCTION, run_rank
 from dflash_train.stage2_drafter.run_folder import check_disk_space, run_lock
-from dflash_train.store.opened import list_segments
-from dflash_train.store.reader import open_manifest
+from dflash_train.store.reader import list_segments, open_manifest
 
 Report = Callable[[str], None]
 _POLL_SECONDS = 0.2

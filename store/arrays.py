@@ -104,6 +104,14 @@ def shard_index(num_rows: int, row_bytes: int) -> bytes:
     return index + extend_crc(0, index).to_bytes(4, "little")
 
 
+def stored_bytes(info: ArrayInfo) -> int:
+    """Bytes of the file of an array with rows: of its chunk, or of its flat shard with the index."""
+    if not info.sharded:
+        return info.shape[0] * info.row_bytes
+    num_inner = math.ceil(info.shape[0] / INNER_ROWS)
+    return num_inner * (INNER_ROWS * info.row_bytes + 16) + 4
+
+
 def read_group(folder: Path, name: str = ".", checksums: Mapping[str, Checksum] | None = None) -> dict[str, Any]:
     """Read the attributes of the group at folder/name; anything but a zarr v3 group raises StoreError."""
     metadata = _read_metadata(folder, f"{name}/zarr.json".removeprefix("./"), checksums, "group")

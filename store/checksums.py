@@ -132,7 +132,11 @@ def format_checksums(checksums: Mapping[str, Checksum]) -> bytes:
 def read_checksums(folder: Path) -> dict[str, Checksum]:
     """Read a folder's checksums.json; missing, unreadable or changed in any byte raises StoreError."""
     path = folder / CHECKSUMS_NAME
-    text = read_bytes(path)
+    return parse_checksums(read_bytes(path), path)
+
+
+def parse_checksums(text: bytes, path: Path | str) -> dict[str, Checksum]:
+    """Parse and check the text of a checksums.json; path is for messages."""
     try:
         content = json.loads(text)
         listed = content["files"]
@@ -161,12 +165,12 @@ def read_summed(folder: Path, name: str, checksums: Mapping[str, Checksum] | Non
     return data
 
 
-def check_sum(folder: Path, name: str, found: Checksum, checksums: Mapping[str, Checksum]) -> None:
-    """Raise StoreError unless a file's checksum is the listed one."""
+def check_sum(folder: Path | str, name: str, found: Checksum, checksums: Mapping[str, Checksum]) -> None:
+    """Raise StoreError unless a file's checksum is the listed one; folder, a path or URL, is for messages."""
     wanted = checksums.get(name)
     if wanted is None:
-        raise StoreError(f"{folder / name} is not listed in {CHECKSUMS_NAME}.")
+        raise StoreError(f"{folder}/{name} is not listed in {CHECKSUMS_NAME}.")
     if found.size != wanted.size:
-        raise StoreError(f"{folder / name} has {found.size:,} bytes but {wanted.size:,} were written; it is damaged.")
+        raise StoreError(f"{folder}/{name} has {found.size:,} bytes but {wanted.size:,} were written; it is damaged.")
     if found != wanted:
-        raise StoreError(f"{folder / name} has crc32c {found.crc32c:08x}, not {wanted.crc32c:08x}; it is damaged.")
+        raise StoreError(f"{folder}/{name} has crc32c {found.crc32c:08x}, not {wanted.crc32c:08x}; it is damaged.")

@@ -24,8 +24,10 @@ from dflash_train.store.calibration import CALIBRATION, Calibration
 from dflash_train.store.checksums import CHECKSUMS_NAME, format_checksums, sum_contents
 from dflash_train.store.encoding import Encoding, make_encoding
 from dflash_train.store.files import Data, Files, list_temporaries, write_directory, write_error
+from dflash_train.store.location import StoreLocation, StoreUrl
 from dflash_train.store.manifest import Manifest, StoreError, canonical_json
 from dflash_train.store.segment import REFERENCE, SEGMENTS, STAGING
+from dflash_train.store.upload import SpoolFiles, clean_spool, spooled_store
 
 EMBED_TOKENS = "frozen/embed_tokens"
 LM_HEAD = "frozen/lm_head"
@@ -64,13 +66,17 @@ def calibration_shapes(encoding: Encoding) -> dict[str, tuple[int, ...]]:
 
 
 def create_store(
-    path: Path, manifest: Manifest, calibration: Calibration, frozen: FrozenTarget, files: Files | None = None
+    path: StoreLocation, manifest: Manifest, calibration: Calibration, frozen: FrozenTarget, files: Files | None = None
 ) -> None:
     """Create a store without segments, whole or not at all; a path that exists raises StoreError.
 
     The calibration, on the CPU, has the arrays that the encoding needs; its hash is the manifest's calibration_hash.
     Call it under `store_lock`.
     """
+    if isinstance(path, StoreUrl):
+        with spooled_store(path) as folder:
+            create_store(folder, manifest, calibration, frozen, files or SpoolFiles())
+        return
     encoding = manifest_encoding(manifest)
     table = (manifest.vocab_size, manifest.hidden_size)
     arrays = calibration.arrays()
@@ -109,11 +115,15 @@ def create_store(
 
 
 @contextmanager
-def store_lock(path: Path) -> Iterator[None]:
+def store_lock(path: StoreLocation) -> Iterator[None]:
     """Hold the one lock of a store, existing or not; a second holder gets StoreError naming the first one's pid.
 
-    Where there is still no store when it is let go, the lock file goes too.
+    Where there is still no store when it is let go, the lock file goes too. The lock of a URL is this machine's.
     """
+    if isinstance(path, StoreUrl):
+        with store_lock(path.mirror):
+            yield
+        return
     try:
         given, path = path, path.resolve()
     except (OSError, RuntimeError) as error:  # which of them depends on the version of Python
@@ -164,8 +174,10 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
         return False
 
 
-def clean_staging(path: Path, files: Files | None = None) -> int:
+def clean_staging(path: StoreLocation, files: Files | None = None) -> int:
     """Remove what dead runs left half-written in and beside a store; return how many. Call it under `store_lock`."""
+    if isinstance(path, StoreUrl):
+        return clean_spool(path)
     files, leftovers = files or Files(), stale_entries(path)
     for leftover in leftovers:
         files.remove_tree(leftover)

@@ -138,6 +138,13 @@ class SegmentFiles:
             position += num_read
         return crc or 0
 
+    def read_ahead(self, first_row: int, num_rows: int) -> None:
+        """Nothing: the kernel reads ahead."""
+
+    def forget(self, first_row: int, num_rows: int) -> bool:
+        """Whether reading a sample again may help: never here, since no copy is between the caller and the disk."""
+        return False
+
     def new_rows(self, name: str, first_row: int, num_rows: int) -> NDArray[Any]:
         """Read rows into a new array."""
         info = self.segment.arrays[name]

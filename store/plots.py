@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from dflash_train.errors import InputError
 from dflash_train.store.calibration import Calibration
 from dflash_train.store.encoding import make_encoding
+from dflash_train.store.location import StoreLocation
 from dflash_train.store.reader import StoreReader
 from dflash_train.store.report import OUTLIER_FACTOR, DrawnFeatures, draw_features
 
@@ -31,7 +32,7 @@ LABELLED_CHANNELS = 3
 LONG_TAIL = 20  # longest sample over the median from which lengths are shown on a log axis
 
 
-def plot_store(path: Path, folder: Path, seed: int = 0) -> list[Path]:
+def plot_store(path: StoreLocation, folder: Path, seed: int = 0) -> list[Path]:
     """Write the pictures of a store as PNG files into a folder, made if need be; returns their paths.
 
     Raises StoreError for a damaged store and InputError for one without samples.

@@ -33,8 +33,11 @@ from dflash_train.store.index import (
     read_index,
     write_index,
 )
+from dflash_train.store.location import StoreLocation, StoreUrl
 from dflash_train.store.manifest import FORMAT_NAME, Manifest, format_id
-from dflash_train.store.opened import Segment, SegmentFiles, list_segments
+from dflash_train.store.opened import Segment, SegmentFiles
+from dflash_train.store.opened import list_segments as list_local_segments
+from dflash_train.store.remote import RemoteFiles, RemoteStore
 from dflash_train.store.segment import SAMPLE_COLUMNS, SEGMENTS, row_arrays
 
 if TYPE_CHECKING:
@@ -62,13 +65,20 @@ class Sample:
 WAY_OUT = "Give the path that `dflash extract` wrote."
 
 
-def open_manifest(path: Path) -> Manifest:
+def open_manifest(path: StoreLocation) -> Manifest:
     """Read a store's manifest; a path that is no store, or one of a newer version, raises StoreError."""
+    if isinstance(path, StoreUrl):
+        return _read_manifest(RemoteStore(path).folder, path)
     if not path.is_dir():
         raise StoreError(f"{path} is {'a file' if path.exists() else 'not there'}, but a store is a folder. {WAY_OUT}")
     if not (path / "zarr.json").is_file():
         raise StoreError(f"{path} is not a store: it has no zarr.json. {WAY_OUT}")
-    attributes = read_group(path)
+    return _read_manifest(path, path)
+
+
+def _read_manifest(folder: Path, path: StoreLocation) -> Manifest:
+    """Read the manifest in a folder; path is what messages call it."""
+    attributes = read_group(folder)
     if attributes.get("format") != FORMAT_NAME:
         raise StoreError(f"{path} is a zarr group but not a {FORMAT_NAME}. {WAY_OUT}")
     try:
@@ -77,12 +87,17 @@ def open_manifest(path: Path) -> Manifest:
         raise StoreError(f"{path}: {error}") from error
 
 
+def list_segments(store: StoreLocation) -> list[str]:
+    """Return the ids of the committed segments, oldest first."""
+    return RemoteStore(store).list_segments() if isinstance(store, StoreUrl) else list_local_segments(store)
+
+
 class StoreReader:
     """All committed samples of a store, or those of the given segments in the given order; threads may share it."""
 
     def __init__(
         self,
-        path: Path,
+        path: StoreLocation,
         segments: Sequence[str] | None = None,
         verify: bool = True,
         direct_io: bool = False,
@@ -93,10 +108,12 @@ class StoreReader:
         Damage in a segment's small files raises now, too, or, in stores with an index (index.py), when the segment is
         first read. direct_io reads features past the page cache (direct.py). files writes the index.
         """
-        self.path = Path(path)
-        self.manifest = open_manifest(self.path)
-        self._checksums = read_checksums(self.path)
-        read_summed(self.path, "zarr.json", self._checksums)
+        self.path = path if isinstance(path, StoreUrl) else Path(path)
+        self._remote = RemoteStore(path) if isinstance(path, StoreUrl) else None
+        self.folder = self.path.mirror if isinstance(self.path, StoreUrl) else self.path
+        self.manifest = open_manifest(self.folder) if self._remote is None else _read_manifest(self.folder, path)
+        self._checksums = read_checksums(self.folder)
+        read_summed(self.folder, "zarr.json", self._checksums)
         self.encoding = manifest_encoding(self.manifest)
         self.channel_scale: NDArray[np.float32] = self._calibration_array("channel_scale")
         self.segment_ids: list[str] = []
@@ -107,19 +124,29 @@ class StoreReader:
         self._index_files = files
         self._entries: list[SegmentEntry] = []
         self._segments: dict[int, Segment] = {}
-        self._open: OrderedDict[int, SegmentFiles] = OrderedDict()
+        self._open: OrderedDict[int, SegmentFiles | RemoteFiles] = OrderedDict()
         self._lock = threading.Lock()
         self.refresh(segments)
 
     def _calibration_array(self, name: str) -> NDArray[np.float32]:
-        array: NDArray[np.float32] = read_array(self.path, f"{CALIBRATION}/{name}", self._checksums)[0]
+        array: NDArray[np.float32] = self._array(f"{CALIBRATION}/{name}")[0]
         shape = calibration_shapes(self.encoding)[name]
         if array.shape != shape or array.dtype != np.float32:
             raise StoreError(
-                f"{self.path / CALIBRATION / name} is {array.dtype} of shape {list(array.shape)}, wanted float32 of shape "
+                f"{self.path}/{CALIBRATION}/{name} is {array.dtype} of shape {list(array.shape)}, wanted float32 of shape "
                 f"{list(shape)}. Restore it from a copy, or extract again."
             )
         return array
+
+    def _array(self, name: str) -> tuple[NDArray[Any], str | None]:
+        """An array of the store's own, with its dtype_view."""
+        self._fetch(name)
+        return read_array(self.folder, name, self._checksums)
+
+    def _fetch(self, prefix: str) -> None:
+        """Have the files below a folder of the store's own on this machine."""
+        if self._remote is not None:
+            self._remote.fetch(self._remote.names_below(prefix))
 
     @cached_property
     def calibration(self) -> Calibration:
@@ -144,33 +171,45 @@ class StoreReader:
         Indices of known samples stay. Of equal ids the first is kept.
         """
         known = set(self.segment_ids)
-        new = [name for name in (list_segments(self.path) if segments is None else segments) if name not in known]
+        new = [name for name in (self._list_segments() if segments is None else segments) if name not in known]
         entries = self._read_entries(new, is_listing=segments is None)
         self._add_samples([entry.samples for entry in entries])
         self._entries += entries
         self.segment_ids += new
         return len(new)
 
+    def _list_segments(self) -> list[str]:
+        return list_local_segments(self.folder) if self._remote is None else self._remote.list_segments()
+
     def _read_entries(self, names: Sequence[str], is_listing: bool) -> list[SegmentEntry]:
         """Take the segments' entries from the index cache where they are current, else from the segments."""
-        cached = read_index(self.path) if len(names) >= MIN_SEGMENTS else {}
+        if self._remote is not None and not is_listing:
+            self._remote.fetch_segments(names)
+        cached = read_index(self.folder) if len(names) >= MIN_SEGMENTS else {}
         entries: list[SegmentEntry] = []
         num_opened = 0
         for name in names:
             entry = cached.get(name)
-            if entry is None or not is_current(self.path, entry):
+            if entry is None or not is_current(self.folder, entry):
                 segment = self._open_segment(name)
                 self._segments[len(self._entries) + len(entries)] = segment
                 entry, num_opened = make_entry(segment), num_opened + 1
             entries.append(entry)
         if is_listing and len(names) >= MIN_SEGMENTS and (num_opened or len(cached) != len(names)):
-            write_index(self.path, [*self._entries, *entries], self._index_files)
+            write_index(self.folder, [*self._entries, *entries], self._index_files)
         return entries
 
     def _open_segment(self, name: str) -> Segment:
-        folder = self.path / SEGMENTS / name
+        folder = self.folder / SEGMENTS / name
         if not folder.is_dir():
             raise StoreError(f"{self.path} has no segment {name}: it was removed, or the run began with another store.")
+        try:
+            return Segment(folder, self.encoding)
+        except StoreError:
+            if self._remote is None:
+                raise
+        self._remote.forget_segment(name)  # damaged on this machine, perhaps by a power cut
+        self._remote.fetch_segments([name])
         return Segment(folder, self.encoding)
 
     def _add_samples(self, tables: list[NDArray[np.int64]]) -> None:
@@ -217,16 +256,29 @@ class StoreReader:
         if scales is not None:
             arrays["feature_scale"] = scales
         files = self._files(int(sample["segment"]))
-        crc = 0 if self._verify else None
-        for name in row_arrays(self.encoding):
-            assert len(arrays[name]) == sample["length"], f"{name} has {len(arrays[name])} rows for {sample['length']}"
-            found = files.read_rows(name, int(sample["first_row"]), arrays[name], crc)
-            crc = found if self._verify else None
+        crc = self._read_rows(files, sample, arrays)
+        if crc is not None and crc != sample["crc32c"] and files.forget(int(sample["first_row"]), len(token_ids)):
+            crc = self._read_rows(files, sample, arrays)
         if crc is not None and crc != sample["crc32c"]:
             raise StoreError(
                 f"Sample {format_id(int(sample['id']))} in segment {files.segment.folder.name} of {self.path} is damaged: "
                 f"crc32c {crc:08x}, wanted {int(sample['crc32c']):08x}. Remove that segment folder and extract again."
             )
+
+    def _read_rows(self, files: SegmentFiles | RemoteFiles, sample: Any, arrays: dict[str, NDArray[Any]]) -> int | None:
+        """Read a sample's rows of every array; return their crc32c, None where nothing is checked."""
+        crc = 0 if self._verify else None
+        for name in row_arrays(self.encoding):
+            assert len(arrays[name]) == sample["length"], f"{name} has {len(arrays[name])} rows for {sample['length']}"
+            found = files.read_rows(name, int(sample["first_row"]), arrays[name], crc)
+            crc = found if self._verify else None
+        return crc
+
+    def read_ahead(self, indices: Sequence[int]) -> None:
+        """Begin to fetch samples that will be read next, side by side; nothing to do for a local store."""
+        for index in indices if self._remote is not None else ():
+            sample = self.samples[index]
+            self._files(int(sample["segment"])).read_ahead(int(sample["first_row"]), int(sample["length"]))
 
     def read(self, index: int) -> Sample:
         """Read sample index into new arrays."""
@@ -240,7 +292,7 @@ class StoreReader:
         identity, group = int(sample["id"]), int(sample["group"])
         return Sample(identity, group, arrays["token_ids"], arrays["loss_mask"], arrays["features"], scales)
 
-    def _files(self, number: int) -> SegmentFiles:
+    def _files(self, number: int) -> SegmentFiles | RemoteFiles:
         """Open files of a segment, the least recently used closed when the last reader lets go of them."""
         with self._lock:
             files = self._open.pop(number, None) or self._open_files(number)
@@ -249,34 +301,36 @@ class StoreReader:
                 self._open.popitem(last=False)
         return files
 
-    def _open_files(self, number: int) -> SegmentFiles:
+    def _open_files(self, number: int) -> SegmentFiles | RemoteFiles:
         segment = self._segments.get(number)
         if segment is None:  # its table came from the index
             segment = self._open_segment(self.segment_ids[number])
             if not np.array_equal(segment.samples, self._entries[number].samples):
                 raise StoreError(
-                    f"{segment.folder} has other samples than {self.path / INDEX_NAME} says: it was replaced while open, "
-                    f"or the index is wrong. Remove {self.path / INDEX_NAME} and run this again."
+                    f"{segment.folder} has other samples than {self.folder / INDEX_NAME} says: it was replaced while open, "
+                    f"or the index is wrong. Remove {self.folder / INDEX_NAME} and run this again."
                 )
             self._segments[number] = segment
-        files = SegmentFiles(segment, self._direct_io)
+        files = RemoteFiles(segment, self._remote) if self._remote else SegmentFiles(segment, self._direct_io)
         files.check()
         return files
 
     def frozen_embed_tokens(self) -> torch.Tensor:
         """Return the target's embedding [V, H] in its stored dtype, on the CPU."""
-        return from_stored(*read_array(self.path, EMBED_TOKENS, self._checksums))
+        return from_stored(*self._array(EMBED_TOKENS))
 
     def frozen_lm_head(self) -> torch.Tensor:
         """Return the target's head [V, H]: the embedding where they are tied."""
         name = EMBED_TOKENS if self.manifest.tied_embeddings else LM_HEAD
-        return from_stored(*read_array(self.path, name, self._checksums))
+        return from_stored(*self._array(name))
 
     def target_config(self) -> dict[str, Any]:
         """Return the target's config.json."""
-        config: dict[str, Any] = json.loads(read_summed(self.path, f"{TARGET_FILES}/config.json", self._checksums))
+        self._fetch(TARGET_FILES)
+        config: dict[str, Any] = json.loads(read_summed(self.folder, f"{TARGET_FILES}/config.json", self._checksums))
         return config
 
     def tokenizer_path(self) -> Path:
         """Return the folder with the target's config.json and tokenizer files, for AutoTokenizer."""
-        return self.path / TARGET_FILES
+        self._fetch(TARGET_FILES)
+        return self.folder / TARGET_FILES

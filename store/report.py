@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice, repeat
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dflash_train.errors import InputError
 from dflash_train.store.encoding import from_stored
+from dflash_train.store.location import StoreLocation
 from dflash_train.store.manifest import canonical_json, format_id
 from dflash_train.store.reader import Sample, StoreReader
 from dflash_train.store.reference import num_reference_bytes, open_references, read_references
@@ -32,7 +32,7 @@ OUTLIER_FACTOR = 20
 PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
 
 
-def store_report(path: Path, seed: int = 0) -> dict[str, Any]:
+def store_report(path: StoreLocation, seed: int = 0) -> dict[str, Any]:
     """Describe a store in JSON-able values; a damaged store raises StoreError."""
     reader = StoreReader(path)
     lengths, supervised = reader.samples["length"], reader.samples["supervised"]

@@ -262,6 +262,11 @@ class _Rows:
             self.file.write(bytes(num_rows * self.row_bytes))
 
 
+def is_row_file(name: str) -> bool:
+    """Whether a segment's file holds rows of samples: it is large, and read in parts."""
+    return name.split("/")[0] in ("features", "feature_scale", "token_ids", "loss_mask") and "/c/" in name
+
+
 def row_arrays(encoding: Encoding) -> dict[str, tuple[int, np.dtype[Any]]]:
     """Columns (0: one axis only) and dtype of every array with one row per token, in the order of the crc32c."""
     arrays = {"features": (encoding.num_columns, encoding.storage_dtype)}

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,14 @@ from dflash_train.store.creation import (
     stale_entries,
 )
 from dflash_train.store.encoding import Encoding
+from dflash_train.store.location import StoreLocation, StoreUrl
 from dflash_train.store.manifest import Manifest, StoreError, format_id
 from dflash_train.store.opened import Segment, SegmentFiles, list_segments
 from dflash_train.store.reader import open_manifest
 from dflash_train.store.reference import list_references, reference_encoding
+from dflash_train.store.remote import download_segment, downloaded
 from dflash_train.store.segment import REFERENCE, SEGMENTS, row_arrays
+from dflash_train.store.upload import orphans_of
 from dflash_train.units import format_bytes
 
 GAP_ROWS = 4096
@@ -62,11 +66,14 @@ class VerifyReport:
     num_bytes: int = 0
 
 
-def verify_store(path: Path, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+def verify_store(path: StoreLocation, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
     """Read everything in a store and report every problem; progress gets bytes read and bytes in all.
 
-    Raises StoreError only where there is nothing to verify: no store at this path, or one of a newer version.
+    Raises StoreError only where there is nothing to verify: no store at this path, or one of a newer version. Of a URL
+    one segment at a time is downloaded, and removed when it is verified.
     """
+    if isinstance(path, StoreUrl):
+        return _verify_remote(path, progress)
     if not (path / CHECKSUMS_NAME).is_file():
         open_manifest(path)
     verifier = _Verifier(path, progress)
@@ -79,6 +86,28 @@ def verify_store(path: Path, progress: Callable[[int, int], None] | None = None)
     if progress is not None:  # the bytes in all were an estimate: of files that no checksum lists, too
         progress(verifier.report.num_bytes, verifier.report.num_bytes)
     return verifier.report
+
+
+def _verify_remote(location: StoreUrl, progress: Callable[[int, int], None] | None) -> VerifyReport:
+    with downloaded(location) as (folder, objects, sizes):
+        if not (folder / CHECKSUMS_NAME).is_file():
+            try:
+                open_manifest(folder)
+            except StoreError as error:
+                raise StoreError(str(error).replace(str(folder), str(location))) from error
+        verifier = _Verifier(folder, progress, sum(sizes.values()))
+        verifier.verify_root()
+        for name in verifier.segment_ids:
+            download_segment(folder, name, objects, sizes)
+            verifier.verify_segment(name)
+            shutil.rmtree(folder / SEGMENTS / name, ignore_errors=True)
+    report = verifier.report
+    here, there = str(folder), str(location)
+    report.problems = [replace(problem, text=problem.text.replace(here, there)) for problem in report.problems]
+    report.leftovers = [objects.url(f"{SEGMENTS}/{name}") for name in orphans_of(sizes)]
+    if progress is not None:
+        progress(report.num_bytes, report.num_bytes)
+    return report
 
 
 def format_verification(report: VerifyReport) -> str:
@@ -95,13 +124,15 @@ def format_verification(report: VerifyReport) -> str:
 class _Verifier:
     """The state of one verification: the report, progress, and what the root says."""
 
-    def __init__(self, path: Path, progress: Callable[[int, int], None] | None) -> None:
+    def __init__(self, path: Path, progress: Callable[[int, int], None] | None, total_bytes: int | None = None) -> None:
         self.path = path
         self.report = VerifyReport(leftovers=[str(entry) for entry in stale_entries(path)])
         self.encoding: Encoding | None = None
         self.segment_ids: list[str] = []
         self._progress = progress
-        self._total_bytes = sum(file.stat().st_size for file in walk(path)) if progress else 0
+        if total_bytes is None:
+            total_bytes = sum(file.stat().st_size for file in walk(path)) if progress else 0
+        self._total_bytes = total_bytes
 
     def problem(self, segment: str | None, sample: str | None, file: str | None, error: object) -> None:
         self.report.problems.append(Problem(segment, sample, file, str(error)))

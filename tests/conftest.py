@@ -1,7 +1,11 @@
 """Fixtures shared by all tests: tiny targets, a tiny tokenizer and small conversations, made on the spot."""
 
+import json
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +161,88 @@ def tiny_target(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -
         return folders[kind, seed]
 
     return folder_of
+
+
+S3_SECRET = "SECRETKEYTHATMUSTNOTBEWRITTEN"
+
+
+class S3:
+    """A bucket of its own on the loopback server, and the server's faults (s3_server.py)."""
+
+    def __init__(self, endpoint: str, bucket: str) -> None:
+        import fsspec
+
+        self.endpoint, self.bucket, self.secret = endpoint, bucket, S3_SECRET
+        self.system = fsspec.filesystem("s3", use_listings_cache=False)
+        self.system.mkdir(bucket)
+
+    def url(self, name: str) -> str:
+        return f"s3://{self.bucket}/{name}"
+
+    def objects(self, prefix: str = "") -> dict[str, bytes]:
+        """Every object below a prefix, by its name in the bucket."""
+        found = self.system.find(f"{self.bucket}/{prefix}".rstrip("/"))
+        return {name.partition("/")[2]: self.system.cat_file(name) for name in found}
+
+    def upload(self, folder: Path, name: str) -> None:
+        """Copy a folder's files as any tool would."""
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                self.system.pipe_file(f"{self.bucket}/{name}/{path.relative_to(folder).as_posix()}", path.read_bytes())
+
+    def put(self, name: str, data: bytes) -> None:
+        self.system.pipe_file(f"{self.bucket}/{name}", data)
+
+    def remove(self, name: str) -> None:
+        self.system.rm_file(f"{self.bucket}/{name}")
+
+    def fault(self, match: str = "\0", count: int = 1_000_000, **what: Any) -> None:
+        """Fail the next requests that match; without arguments none any more."""
+        self._ask("/-fault", json.dumps({"match": match, "count": count, **what}).encode())
+
+    def requests(self) -> list[str]:
+        """The requests since the last call: METHOD /bucket/name, and the range where there is one."""
+        log: list[str] = json.loads(self._ask("/-log"))
+        return log
+
+    def _ask(self, path: str, data: bytes | None = None) -> bytes:
+        request = urllib.request.Request(self.endpoint + path, data, method="PUT" if data else "GET")
+        with urllib.request.urlopen(request) as answer:
+            body: bytes = answer.read()
+        return body
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """The loopback server's URL; the environment has credentials for it. Skipped without the extra `test`."""
+    for package in ("s3fs", "moto", "flask", "flask_cors"):
+        pytest.importorskip(package)
+    script = Path(__file__).with_name("s3_server.py")
+    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    endpoint = f"http://127.0.0.1:{int(process.stdout.readline())}"
+    environment = {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "AKIAXXXXXXXXXXXXXXXX",
+        "AWS_SECRET_ACCESS_KEY": S3_SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "NO_PROXY": "127.0.0.1",
+    }
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            yield endpoint
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture
+def s3(s3_endpoint: str, request: pytest.FixtureRequest) -> Iterator[S3]:
+    """An empty bucket; no fault is left set."""
+    bucket = S3(s3_endpoint, f"bucket-{abs(hash(request.node.nodeid)):x}")
+    bucket.requests()
+    yield bucket
+    bucket.fault()

@@ -376,11 +376,12 @@ def test_changed_options_are_refused_by_name(make_store: MakeStore, make_train_c
 
 
 def test_store_that_grew_changes_nothing(make_store: MakeStore, make_train_config: MakeConfig) -> None:
-    config = make_train_config(make_store(), steps=2)
+    store = make_store()
+    config = make_train_config(store, steps=2)
     run_here(config)
     segments = read_ledger(config.run)
     run = prepare_run(config)
-    writer = SegmentWriter(config.store, run.reader.encoding, {})
+    writer = SegmentWriter(store, run.reader.encoding, {})
     sample = run.reader.read(0)
     writer.append(77, 77, sample.token_ids, sample.loss_mask, sample.features, sample.scales)
     writer.commit()

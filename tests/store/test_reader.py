@@ -238,4 +238,4 @@ def test_half_written_store_is_no_store(bf16: Any, tmp_path: Path) -> None:
 def test_empty_store_opens(maker: Any, tmp_path: Path) -> None:
     reader = StoreReader(maker.create(tmp_path / "s.zarr"))
     assert len(reader.samples) == 0 and reader.num_tokens == 0 and reader.segment_ids == []
-    assert SegmentWriter(reader.path, reader.encoding, {}).commit() is None
+    assert SegmentWriter(reader.folder, reader.encoding, {}).commit() is None
