@@ -183,6 +183,7 @@ class Soak:
     def run(self) -> None:
         truth = replace(self._config, store=self._folder / "truth", devices="cpu:1")
         assert extract(truth).outcome == "finished"
+        assert isinstance(truth.store, Path)
         self._truth = _samples(truth.store)
         print(f"undisturbed: {len(self._truth)} samples", flush=True)
         while not self.done:
@@ -228,6 +229,7 @@ class Soak:
             try:
                 while not ended.is_set():
                     if started.wait(0.1):
+                        assert isinstance(config.store, Path)
                         self._kill(config.store, phases, groups[0], ended)
                     if self.done:
                         return

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from dflash_train.commands.options import check_name, json_option, target_options
+from dflash_train.commands.options import StorePath, check_name, json_option, target_options
 from dflash_train.commands.terminal import show
 
 
@@ -23,7 +23,7 @@ from dflash_train.commands.terminal import show
 )
 @click.option(
     "--store",
-    type=click.Path(path_type=Path),
+    type=StorePath(url=False),
     help="Store that it was trained on: speculators takes embedding and head from it.",
 )
 @target_options(required=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import click
 
 from dflash_train.commands.detach import current_recorder, detachable, recorded_extract
 from dflash_train.commands.options import (
+    StorePath,
     allow_busy_gpus_option,
+    cache_folder_option,
     chat_template_arguments_of,
     check_name,
     data_options,
@@ -22,8 +25,20 @@ from dflash_train.commands.options import (
 from dflash_train.commands.preflight import check_start
 from dflash_train.commands.recipe import write_recipe
 from dflash_train.commands.terminal import Terminal, fail, progress_options
+from dflash_train.machine.launch import user_cache_folder
 from dflash_train.machine.runs import logs_folder
+from dflash_train.store.location import StoreLocation, beside
 from dflash_train.units import format_duration
+
+
+def _logs(store: StoreLocation) -> Path:
+    return logs_folder(beside(store))
+
+
+def _disk_of(fields: Mapping[str, Any]) -> Path:
+    """Where bytes are written on this machine: the store, or what waits for the upload to its URL."""
+    store = fields["store"]
+    return store if isinstance(store, Path) else fields["cache_folder"] or user_cache_folder()
 
 
 @click.command()
@@ -32,9 +47,9 @@ from dflash_train.units import format_duration
 @click.option(
     "--store",
     required=True,
-    type=click.Path(path_type=Path),
+    type=StorePath(),
     callback=check_name,
-    help="Folder of the store; filled up if it is there.",
+    help="Folder of the store, or a URL such as s3://bucket/name; filled up if it is there.",
 )
 @gpus_option
 @gpus_per_target_option
@@ -76,7 +91,7 @@ from dflash_train.units import format_duration
 )
 @click.option(
     "--calibration-from",
-    type=click.Path(path_type=Path),
+    type=StorePath(),
     help="Take channel scale and projection of this store, to train on both.",
 )
 @click.option(
@@ -90,6 +105,7 @@ from dflash_train.units import format_duration
     "--sample-cache", type=click.Path(path_type=Path), help="Where tokenised samples are kept. Default: user cache."
 )
 @click.option("--log-folder", type=click.Path(path_type=Path), help="Where workers log. Default: STORE.logs.")
+@cache_folder_option
 @click.option(
     "--require-fast-kernels",
     is_flag=True,
@@ -99,7 +115,7 @@ from dflash_train.units import format_duration
     "--dry-run", is_flag=True, help="Forecast samples, tokens and size, and stop before the target is loaded."
 )
 @progress_options
-@detachable(lambda given: (logs_folder(given["store"]), given["log_folder"] or logs_folder(given["store"])))
+@detachable(lambda given: (_logs(given["store"]), given["log_folder"] or _logs(given["store"])))
 def extract(
     target: str,
     revision: str | None,
@@ -125,7 +141,7 @@ def extract(
         check_start(
             gpus=gpus,
             gpus_per_target=fields["gpus_per_target"],
-            store=fields["store"],
+            store=_disk_of(fields),
             target=target,
             revision=revision,
             allow_busy_gpus=allow_busy_gpus,
@@ -160,7 +176,8 @@ def extract(
 
         def report(event: Event) -> None:
             if isinstance(event, Forecast) and not config.dry_run:
-                write_recipe(context, config.store.with_name(f"{config.store.name}.recipe.toml"))
+                place = beside(config.store)
+                write_recipe(context, place.with_name(f"{place.name}.recipe.toml"))
             terminal.report(event)
 
         result = run(config, recorded_extract(report) if speaks and not config.dry_run else report)

@@ -7,13 +7,24 @@ from pathlib import Path
 
 import click
 
-from dflash_train.commands.options import json_option, one_gpu_option, output_option, target_options, use_one_device
+from dflash_train.commands.options import (
+    StorePath,
+    cache_bytes_option,
+    cache_folder_option,
+    json_option,
+    one_gpu_option,
+    output_option,
+    target_options,
+    use_one_device,
+)
 from dflash_train.commands.terminal import Terminal, progress_options, say, show
 from dflash_train.errors import InputError
+from dflash_train.machine.launch import user_cache_folder
+from dflash_train.store.location import StoreLocation, located
 
 
 @click.command("inspect-store")
-@click.argument("store", type=click.Path(path_type=Path))
+@click.argument("store", type=StorePath())
 @click.option(
     "--verify",
     type=click.Choice(["checksums", "recompute"]),
@@ -34,11 +45,13 @@ from dflash_train.errors import InputError
     type=click.Path(file_okay=False, path_type=Path),
     help="Also draw lengths, supervised share, features and quantisation error, as PNG files in this folder.",
 )
+@cache_folder_option
+@cache_bytes_option
 @json_option
 @output_option
 @progress_options
 def inspect_store(
-    store: Path,
+    store: StoreLocation,
     verify: str | None,
     target: str | None,
     revision: str | None,
@@ -49,6 +62,8 @@ def inspect_store(
     tolerance: float,
     sample_id: str | None,
     plot: Path | None,
+    cache_folder: Path | None,
+    cache_bytes: int,
     as_json: bool,
     output: Path | None,
 ) -> None:
@@ -56,6 +71,9 @@ def inspect_store(
 
     Exit status 1 if it is not.
     """
+    if cache_bytes < 0:
+        raise InputError(f"--cache-bytes is {cache_bytes}, but at least 0 is needed.")
+    store = located(store, cache_folder or user_cache_folder() / "stores", cache_bytes)
     if plot is not None and (verify is not None or sample_id is not None):
         raise click.UsageError("--plot draws the whole store: give neither --verify nor --sample with it.")
     if verify == "recompute":

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from dflash_train.commands.options import RunPath
 from dflash_train.errors import InputError
 from dflash_train.machine.runs import RunState, find_state, read_state
 
@@ -16,7 +17,7 @@ POLL_SECONDS = 0.3
 
 
 @click.command()
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=RunPath())
 @click.option("-f", "--follow", is_flag=True, help="Print what comes, until the run has ended.")
 @click.option(
     "-n", "--lines", type=click.IntRange(min=0), default=50, show_default=True, help="How many lines of each log."

@@ -11,8 +11,48 @@ from typing import Any, TypeVar
 import click
 
 from dflash_train.errors import InputError
+from dflash_train.store.location import CACHE_BYTES, StoreUrl, beside, parse_store
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class StorePath(click.Path):
+    """A folder, or the URL of a store in an object store; `url=False` refuses the latter by name."""
+
+    def __init__(self, url: bool = True) -> None:
+        super().__init__(path_type=Path)
+        self._url = url
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            store = parse_store(value)
+        except InputError as error:
+            self.fail(str(error), param, ctx)
+        if isinstance(store, StoreUrl) and not self._url:
+            self.fail(f"{store} is a URL, but this command takes a store in a folder. Give its path.", param, ctx)
+        return store if isinstance(store, StoreUrl) else super().convert(str(store), param, ctx)
+
+
+class RunPath(StorePath):
+    """The folder of a run, or the store of an extract, whose logs lie beside it or beside a URL's name here."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        return beside(super().convert(value, param, ctx))
+
+
+cache_folder_option = click.option(
+    "--cache-folder",
+    type=click.Path(path_type=Path),
+    help="What is kept here of a store at a URL. Default: user cache.",
+)
+cache_bytes_option = click.option(
+    "--cache-bytes",
+    default=CACHE_BYTES,
+    show_default=True,
+    help="Most bytes of sample rows kept there; 0 keeps none.",
+)
 
 
 def options(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -78,7 +118,7 @@ allow_busy_gpus_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 
 
-def check_name(_context: click.Context, _parameter: click.Parameter, path: Path) -> Path:
+def check_name(_context: click.Context, _parameter: click.Parameter, path: Any) -> Any:
     """Refuse a path such as «» or «..», beside which nothing can stand."""
     if not path.name or path.name == "..":
         raise click.BadParameter(f"{str(path)!r} has no name of its own; name the folder to make.")

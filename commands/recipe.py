@@ -27,6 +27,7 @@ from typing import Any
 import click
 
 from dflash_train.errors import InputError
+from dflash_train.store.location import StoreUrl
 
 NOT_IN_RECIPES = ("recipe", "help", "detach")
 
@@ -140,6 +141,8 @@ def _toml(value: Any) -> str:
         return json.dumps(str(value.absolute()), ensure_ascii=False)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, StoreUrl):
+        return json.dumps(str(value), ensure_ascii=False)
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     return repr(value)

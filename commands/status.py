@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from dflash_train.commands.options import json_option
+from dflash_train.commands.options import RunPath, json_option
 from dflash_train.machine.runs import RunState, find_state, read_state, tail
 from dflash_train.units import format_duration
 
@@ -19,7 +19,7 @@ STALL_SECONDS = 600.0
 
 
 @click.command()
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=RunPath())
 @json_option
 def status(folder: Path, as_json: bool) -> None:
     """Tell how an extract or a training run fares.

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import click
 
+from dflash_train.commands.options import RunPath
 from dflash_train.commands.terminal import Failure
 from dflash_train.machine.runs import ask_to_stop, find_state, read_state, tail
 
 
 @click.command()
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=RunPath())
 @click.option(
     "--timeout", type=click.FloatRange(min=0), default=600.0, show_default=True, help="Seconds to wait for the end."
 )

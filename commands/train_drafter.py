@@ -8,14 +8,20 @@ from typing import Any
 import click
 
 from dflash_train.commands.detach import current_recorder, detachable, recorded_training
-from dflash_train.commands.options import allow_busy_gpus_option, gpus_option
+from dflash_train.commands.options import (
+    StorePath,
+    allow_busy_gpus_option,
+    cache_bytes_option,
+    cache_folder_option,
+    gpus_option,
+)
 from dflash_train.commands.preflight import check_start
 from dflash_train.commands.recipe import write_recipe
 from dflash_train.commands.terminal import Terminal, progress_options
 
 
 @click.command("train-drafter")
-@click.option("--store", required=True, type=click.Path(path_type=Path), help="Folder of the store.")
+@click.option("--store", required=True, type=StorePath(), help="Folder of the store, or its URL.")
 @click.option(
     "--run", required=True, type=click.Path(path_type=Path), help="Folder of this run; the same again goes on."
 )
@@ -86,6 +92,8 @@ from dflash_train.commands.terminal import Terminal, progress_options
     help="Of the products on a GPU; fp8 is experimental and needs Hopper or later.",
 )
 @click.option("--direct-io", is_flag=True, help="Read features past the page cache, where the file system can.")
+@cache_folder_option
+@cache_bytes_option
 @click.option("--bad-step-limit", default=10, show_default=True, help="Non-finite steps in a row that end the run.")
 @progress_options
 @detachable(lambda given: (given["run"], given["run"] / "logs"))

@@ -26,6 +26,7 @@ from dflash_train.machine.launch import (
     torchrun_place,
     torchrun_store,
 )
+from dflash_train.machine.runs import logs_folder
 from dflash_train.stage1_target.events import Event, Note, Progress, Report, Tokenising
 from dflash_train.stage1_target.extract_config import ExtractConfig
 from dflash_train.stage1_target.forecast import Forecast
@@ -39,6 +40,8 @@ from dflash_train.stage1_target.preparation import (
 from dflash_train.stage1_target.ranks import RankEnd, Ranks
 from dflash_train.stage1_target.supervisor import Supervisor
 from dflash_train.store.creation import clean_staging, store_lock
+from dflash_train.store.location import beside
+from dflash_train.store.upload import check_writable
 from dflash_train.units import format_count
 
 __all__ = ["Event", "ExtractConfig", "ExtractResult", "Forecast", "Note", "Progress", "Tokenising", "extract"]
@@ -106,6 +109,7 @@ def extract(config: ExtractConfig, report: Report | None = None) -> ExtractResul
         clean_staging(config.store)
         if not len(prepared.pending):
             return result
+        check_writable(config.store)
         started = time.monotonic()
         with stop_signals() as stop:
             run = _run_workers(prepared, devices, report, stop)
@@ -204,9 +208,7 @@ def _run_workers(
 ) -> Supervisor:
     """Start a worker a device, and follow them until their work is done or nobody is left."""
     config = prepared.config
-    logs = (
-        config.log_folder or config.store.with_name(config.store.name + ".logs")
-    ) / f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    logs = (config.log_folder or logs_folder(beside(config.store))) / f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
     arguments = {
         "config": config,
         "table_path": prepared.table.path,

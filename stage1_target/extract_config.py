@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_train.errors import InputError
+from dflash_train.machine.launch import user_cache_folder
 from dflash_train.stage1_target.samples import DataConfig
 from dflash_train.stage1_target.target import TargetConfig
 from dflash_train.store.encoding import AUTO_RANK, Encoding, is_projected, make_encoding, resolve_rank
+from dflash_train.store.location import StoreLocation, located
 from dflash_train.store.manifest import Manifest
 
 
@@ -20,8 +22,8 @@ class ExtractConfig:
     """The frozen target."""
     data: DataConfig
     """The conversations."""
-    store: Path
-    """Folder of the store; made if it is missing, filled up if it is there."""
+    store: StoreLocation
+    """Folder or URL (`parse_store`) of the store; made if it is missing, filled up if it is there."""
     devices: str | None = None
     """GPU numbers like 0-4 or 5,7, or cpu, or cpu:3; None is every GPU, or one CPU worker where there is none."""
     gpus_per_target: int = 1
@@ -47,7 +49,7 @@ class ExtractConfig:
     """… or at this age: what a killed worker loses at most."""
     calibration_tokens: int = 65_536
     """Tokens of the random draw that channel scale and projection are measured on; all, if there are fewer."""
-    calibration_from: Path | None = None
+    calibration_from: StoreLocation | None = None
     """Take channel scale and projection of this store instead, so that both can be trained on together."""
     projection_from: Path | None = None
     """Let the projection begin with the row space of this drafter's `fc`, so that nothing it looks at is lost; counts when
@@ -60,6 +62,9 @@ class ExtractConfig:
     """Where each run puts its workers' logs; None is `<store>.logs`."""
     require_fast_kernels: bool = False
     """Whether a fast path that is missing (kernels of linear attention, sdpa, bf16 weights, tokenizer) is an error."""
+    cache_folder: Path | None = None
+    """Where what goes to a store at a URL waits for its upload, a segment a worker; None is dflash-train/stores in the
+    user's cache folder."""
     dry_run: bool = False
     """Forecast only; nothing but the sample cache is written."""
 
@@ -76,7 +81,12 @@ class ExtractConfig:
                 raise InputError(f"--{name.replace('_', '-')} is {getattr(self, name)}, but must be more than 0.")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"--seed is {self.seed}, but must be at least 0 and below 2**63.")
-        for name, folder in (("log_folder", self.log_folder), ("sample_cache", self.sample_cache)):
+        stores = self.cache_folder or user_cache_folder() / "stores"
+        object.__setattr__(self, "store", located(self.store, stores))
+        if self.calibration_from is not None:
+            object.__setattr__(self, "calibration_from", located(self.calibration_from, stores))
+        folders = {name: getattr(self, name) for name in ("log_folder", "sample_cache", "cache_folder")}
+        for name, folder in folders.items():
             if folder is not None and folder.exists() and not folder.is_dir():
                 raise InputError(
                     f"--{name.replace('_', '-')} is {folder}, a file, but must be a folder; name another path."

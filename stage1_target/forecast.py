@@ -6,7 +6,6 @@ import math
 import shutil
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from dflash_train.stage1_target.samples import SampleTable
 from dflash_train.store.creation import calibration_shapes
 from dflash_train.store.encoding import AUTO_RANK, ENCODINGS, Encoding, is_projected, make_encoding, resolve_rank
 from dflash_train.store.files import StoreError
+from dflash_train.store.location import StoreLocation, StoreUrl
 from dflash_train.store.reference import expected_bytes
 from dflash_train.units import format_bytes
 
@@ -54,8 +54,9 @@ class Forecast:
     """What the pending samples will take, reference samples included, and embedding, head and calibration if it is new."""
     frozen_bytes: int
     """What of it embedding, head and calibration will take; 0 if the store is there."""
-    free_bytes: int
-    store: Path
+    free_bytes: int | None
+    """None where the store is at a URL."""
+    store: StoreLocation
 
     def lines(self) -> list[str]:
         """The forecast as text, one fact a line."""
@@ -68,7 +69,8 @@ class Forecast:
         )
         encodings = ", ".join(f"{name} {size:,}" for name, size in self.bytes_per_token.items())
         frozen = f" ({format_bytes(self.frozen_bytes)} of it embedding and head)" if self.frozen_bytes else ""
-        space = f"{format_bytes(self.needed_bytes)}{frozen} of {format_bytes(self.free_bytes)} free"
+        free = f" of {format_bytes(self.free_bytes)} free" if self.free_bytes is not None else f" to {self.store}"
+        space = f"{format_bytes(self.needed_bytes)}{frozen}{free}"
         pending = f"to store: {self.num_pending:,} samples, {self.num_pending_tokens:,} tokens, {space}"
         lines = [
             f"{self.num_samples:,} samples of {self.num_rows:,} rows ({left_out})",
@@ -85,7 +87,7 @@ class Forecast:
 
     def refuse_if_too_large(self) -> None:
         """Raise StoreError if the free space does not suffice."""
-        if self.needed_bytes <= self.free_bytes:
+        if self.free_bytes is None or self.needed_bytes <= self.free_bytes:
             return
         smallest = min(self.bytes_per_token, key=lambda name: self.bytes_per_token[name])
         smaller = f"--encoding {smallest}, " if smallest != self.encoding else ""
@@ -103,7 +105,8 @@ def make_forecast(
     encoding: Encoding,
     text_config: Any,
     table_bytes: int,
-    store: Path,
+    store: StoreLocation,
+    store_exists: bool,
 ) -> Forecast:
     """Forecast the store of `pending` samples of a table, for a target described by its text config.
 
@@ -113,13 +116,13 @@ def make_forecast(
     num_pending_tokens = int(table.lengths[pending].sum())
     padding_rows = len(pending) * (encoding.align_tokens - 1) // 2
     frozen = 0
-    if not store.exists():
+    if not store_exists:
         tables = 1 if getattr(text_config, "tie_word_embeddings", False) else 2
         frozen = tables * int(text_config.vocab_size) * hidden_size * table_bytes
         frozen += 4 * sum(math.prod(shape) for shape in calibration_shapes(encoding).values())
     rank = encoding.rank or resolve_rank(AUTO_RANK, hidden_size)
-    place = store.absolute()
-    while not place.exists():
+    place = None if isinstance(store, StoreUrl) else store.absolute()
+    while place is not None and not place.exists():
         place = place.parent
     percentiles = np.percentile(table.lengths, PERCENTILES, method="nearest").astype(int)
     return Forecast(
@@ -148,6 +151,6 @@ def make_forecast(
         + expected_bytes(num_pending_tokens, encoding)
         + frozen,
         frozen_bytes=frozen,
-        free_bytes=shutil.disk_usage(place).free,
+        free_bytes=None if place is None else shutil.disk_usage(place).free,
         store=store,
     )

@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import logging
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,8 +34,10 @@ from dflash_train.stage1_target.target import (
 )
 from dflash_train.stage1_target.target_files import TargetFiles
 from dflash_train.store.encoding import AUTO_RANK
+from dflash_train.store.location import StoreLocation
 from dflash_train.store.manifest import format_id
 from dflash_train.store.reader import StoreReader, open_manifest
+from dflash_train.store.upload import store_exists
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +121,7 @@ def prepare(config: ExtractConfig, report: Report) -> Prepared:
         text_config=text,
         table_bytes=dtype.itemsize,
         store=config.store,
+        store_exists=reader is not None,
     )
     report(forecast)
     for line in forecast.lines():
@@ -145,9 +147,9 @@ def _entry_key(entry: dict[str, Any]) -> tuple[Any, ...]:
     return entry.get("data"), entry.get("row"), entry.get("id"), entry.get("reason")
 
 
-def open_if_there(store: Path) -> StoreReader | None:
+def open_if_there(store: StoreLocation) -> StoreReader | None:
     """The store, if there is one; StoreError if something else is there."""
-    return StoreReader(store) if store.exists() else None
+    return StoreReader(store) if store_exists(store) else None
 
 
 def stored_indices(table: SampleTable, reader: StoreReader | None) -> NDArray[np.bool_]:

@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 
 from dflash_train.errors import InputError
 from dflash_train.machine.launch import KeyValueStore, TorchrunPlace
 from dflash_train.stage1_target.events import Progress, WorkerProgress
 from dflash_train.stage1_target.preparation import Prepared
+from dflash_train.store.location import StoreLocation
 from dflash_train.store.manifest import hash_bytes
+from dflash_train.store.upload import store_exists
 
 POLL_SECONDS = 0.2
 BEAT_SECONDS = 2.0
@@ -122,12 +123,12 @@ class Ranks:
         """Rank 0: let the others begin, now that nothing of a dead run is in the way."""
         self._set("go", "")
 
-    def store_is_there(self, path: Path) -> bool:
+    def store_is_there(self, store: StoreLocation) -> bool:
         """For ranks that wait for rank 0 to create the store. Raises InputError if it ended without."""
-        if (path / "zarr.json").exists():
+        if store_exists(store):
             return True
-        if (self._has("ended/0") or self._silent(0)) and not (path / "zarr.json").exists():
-            raise InputError(f"Rank 0 ended before {path} was created; its own message says why.")
+        if (self._has("ended/0") or self._silent(0)) and not store_exists(store):
+            raise InputError(f"Rank 0 ended before {store} was created; its own message says why.")
         return False
 
     def publish(self, progress: Progress) -> None:

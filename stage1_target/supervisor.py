@@ -18,6 +18,7 @@ from dflash_train.stage1_target.events import Note, Progress, Report, WorkerProg
 from dflash_train.stage1_target.preparation import Prepared, open_if_there, stored_indices
 from dflash_train.stage1_target.slow_paths import SlowPath, refused
 from dflash_train.stage1_target.speed import RecentSpeed
+from dflash_train.store.upload import store_exists
 
 
 class Supervisor:
@@ -169,7 +170,7 @@ class Supervisor:
         # a segment may have been renamed into place just before its message could be sent
         store = self._prepared.config.store
         table = self._prepared.table
-        self._store_exists = store.exists()
+        self._store_exists = store_exists(store)
         stored = np.flatnonzero(stored_indices(table, open_if_there(store)))
         count = self._dealer.lost(process.index, map(int, stored))
         if count and self._group.running:

@@ -27,6 +27,7 @@ from dflash_train.store.encoding import Encoding
 from dflash_train.store.manifest import format_id
 from dflash_train.store.reference import ReferenceWriter
 from dflash_train.store.segment import SegmentWriter
+from dflash_train.store.upload import open_segment_writer
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +177,7 @@ class StoreWriter:
 
     def _open(self, opened: _Open) -> SegmentWriter:
         if opened.segment is None:
-            opened.segment = SegmentWriter(self._config.store, self._encoding, self._attributes)
+            opened.segment = open_segment_writer(self._config.store, self._encoding, self._attributes)
         return opened.segment
 
     def _append(self, name: str, opened: _Open, batch: EncodedBatch) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_train.errors import InputError
+from dflash_train.machine.launch import user_cache_folder
+from dflash_train.store.location import CACHE_BYTES, StoreLocation, StoreUrl, located, parse_store
 
 SCHEDULES = ("cosine", "wsd", "constant")
 LOSSES = ("decay", "dpace")
@@ -23,7 +25,8 @@ PAPER_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}  # DFlash, section 4.2: gamma by block 
 
 HARMLESS_FIELDS = frozenset(
     ("store", "run", "devices", "steps", "epochs", "save_every", "keep", "evaluate_every", "evaluate_rows")
-    + ("log_every", "read_ahead", "direct_io", "bad_step_limit", "activation_checkpointing")
+    + ("log_every", "read_ahead", "direct_io", "cache_folder", "cache_bytes", "bad_step_limit")
+    + ("activation_checkpointing",)
     + ("num_layers", "block_size", "drafter_config", "mask_token")  # compared as the drafter that they make
 )
 
@@ -32,8 +35,8 @@ HARMLESS_FIELDS = frozenset(
 class TrainConfig:
     """Options of `dflash train-drafter`; one field for each command-line option."""
 
-    store: Path
-    """Folder of the store that `dflash extract` wrote; nothing else is read."""
+    store: StoreLocation
+    """Folder or URL (`parse_store`) of the store that `dflash extract` wrote; nothing else is read."""
     run: Path
     """Folder of this run: checkpoints, metrics, ledger and logs. The same folder again means: go on."""
     devices: str | None = None
@@ -109,11 +112,17 @@ class TrainConfig:
     direct_io: bool = False
     """Read features past the page cache: less than half the CPU time, and the cache stays free for others. Off, because
     buffered reads are quicker where the CPU is idle or the store fits into memory."""
+    cache_folder: Path | None = None
+    """Where rows and small files of a store at a URL are kept; None is dflash-train/stores in the user's cache folder."""
+    cache_bytes: int = CACHE_BYTES
+    """Most bytes of rows kept there, by all processes and runs together; 0 keeps none."""
     bad_step_limit: int = 10
     """Steps in a row with a loss or gradient that is not finite, each skipped, before the run stops."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "store", Path(self.store))
+        store = parse_store(self.store) if isinstance(self.store, str) else self.store
+        stores = self.cache_folder or user_cache_folder() / "stores"
+        object.__setattr__(self, "store", located(store, stores, self.cache_bytes))
         object.__setattr__(self, "run", Path(self.run))
         for name in ("drafter_config", "init_from"):
             if getattr(self, name) is not None:
@@ -172,8 +181,8 @@ class TrainConfig:
 
     def to_json(self) -> dict[str, Any]:
         """All fields as JSON values, paths as text."""
-        fields = dataclasses.asdict(self)
-        return {name: _json_value(value) for name, value in fields.items()}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: _json_value(value) for name, value in values.items()}
 
     def changes(self, recorded: Mapping[str, Any]) -> list[str]:
         """Options that differ from those a checkpoint recorded and would change what the run computes, in words."""
@@ -200,6 +209,7 @@ _LEAST = {
     "keep": 1,
     "log_every": 1,
     "read_ahead": 1,
+    "cache_bytes": 0,
     "bad_step_limit": 1,
 }
 
@@ -209,6 +219,6 @@ def _option(name: str) -> str:
 
 
 def _json_value(value: Any) -> Any:
-    if isinstance(value, Path):
+    if isinstance(value, Path | StoreUrl):
         return str(value)
     return list(value) if isinstance(value, tuple) else value

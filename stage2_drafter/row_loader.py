@@ -72,6 +72,11 @@ class RowBuilder:
     sources: tuple[RowSchedule, HoldoutRows]
     """Training rows, then held-out rows."""
 
+    def read_ahead(self, key: RowKey | None) -> None:
+        """Begin to fetch the samples of a row that is built next, where the store is remote."""
+        if key is not None:
+            self.reader.read_ahead(self.sources[key.holdout].samples(key).tolist())
+
     def build(self, key: RowKey | None, buffer: RowBuffer) -> Row:
         """Fill `buffer` and return the row; a None key gives a dummy row without a single anchor."""
         samples = np.zeros(0, dtype=np.int64) if key is None else self.sources[key.holdout].samples(key)
@@ -153,6 +158,7 @@ class RowLoader:
     def _run(self, builder: RowBuilder, keys: Iterable[RowKey | None]) -> None:
         try:
             for key in keys:
+                builder.read_ahead(key)
                 buffer = self._free.get()
                 if buffer is None or self._closed.is_set():
                     return

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from dflash_train.store.checksums import extend_crc
 from dflash_train.store.encoding import Encoding, make_encoding
 from dflash_train.store.files import Files, StoreError
+from dflash_train.store.location import StoreLocation, StoreUrl
 from dflash_train.store.manifest import format_id
 from dflash_train.store.opened import Segment, SegmentFiles
 from dflash_train.store.reader import Sample
@@ -47,13 +48,16 @@ class ReferenceWriter:
 
     def __init__(
         self,
-        store: Path,
+        store: StoreLocation,
         encoding: Encoding,
         attributes: dict[str, Any],
         num_tokens: int,
         files: Files | None = None,
     ) -> None:
-        """num_tokens is that of the whole data: where one sample in 500 would be over the limit, fewer are kept."""
+        """num_tokens is that of the whole data: where one sample in 500 would be over the limit, fewer are kept.
+
+        At a URL none are kept.
+        """
         self._store = store
         self._encoding = reference_encoding(encoding)
         self._attributes = attributes
@@ -61,7 +65,7 @@ class ReferenceWriter:
         self._segments: dict[str, SegmentWriter] = {}
         expected = num_tokens * self._encoding.bytes_per_token // LIMIT_BYTES + 1
         self._one_in = max(ONE_IN, expected)
-        wanted = encoding != self._encoding
+        wanted = encoding != self._encoding and not isinstance(store, StoreUrl)
         self._room = LIMIT_BYTES - sum(map(_num_bytes, list_references(store))) if wanted else 0
 
     def keeps(self, sample_id: int) -> bool:
@@ -78,6 +82,7 @@ class ReferenceWriter:
         thread: str = "",
     ) -> None:
         """Write one sample: token_ids int32 [T], loss_mask uint8 [T], states [T, L * H] as bits of bfloat16."""
+        assert isinstance(self._store, Path), "keeps says no for a URL"
         if thread not in self._segments:
             segment = SegmentWriter(self._store, self._encoding, self._attributes, self._files, REFERENCE)
             self._segments[thread] = segment
@@ -90,13 +95,15 @@ class ReferenceWriter:
         return None if segment is None else segment.commit()
 
 
-def list_references(store: Path) -> list[Path]:
-    """Return the folders of reference samples, oldest first."""
+def list_references(store: StoreLocation) -> list[Path]:
+    """Return the folders of reference samples, oldest first; of a store at a URL, which keeps none, nothing."""
+    if isinstance(store, StoreUrl):
+        return []
     folder = store / REFERENCE
     return sorted(entry for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
 
 
-def open_references(store: Path, encoding: Encoding) -> list[Segment]:
+def open_references(store: StoreLocation, encoding: Encoding) -> list[Segment]:
     """Open all reference samples of a store whose encoding is this; damage raises StoreError."""
     return [Segment(folder, reference_encoding(encoding)) for folder in list_references(store)]
 

@@ -99,7 +99,7 @@ def _verify_remote(location: StoreUrl, progress: Callable[[int, int], None] | No
         verifier.verify_root()
         for name in verifier.segment_ids:
             download_segment(folder, name, objects, sizes)
-            verifier.verify_segment(name)
+            verifier.verify_segment(folder / SEGMENTS / name, name, verifier.encoding)
             shutil.rmtree(folder / SEGMENTS / name, ignore_errors=True)
     report = verifier.report
     here, there = str(folder), str(location)

@@ -111,6 +111,11 @@ def contents(store: Path) -> dict[int, tuple[Any, ...]]:
     }
 
 
+def folder_of(config: ExtractConfig) -> Path:
+    assert isinstance(config.store, Path)
+    return config.store
+
+
 def assert_whole(store: Path) -> None:
     report = verify_store(store)
     assert report.problems == [] and report.num_samples == NUM_SAMPLES
@@ -123,8 +128,8 @@ def test_one_and_three_workers_store_the_same(config: ExtractConfig, full_store:
     assert_whole(full_store)
     result = extract(replace(config, devices="cpu:3"))
     assert (result.outcome, result.num_new_samples, result.num_stored) == ("finished", 120, 120)
-    assert_whole(config.store)
-    ours, wanted = contents(config.store), contents(full_store)
+    assert_whole(folder_of(config))
+    ours, wanted = contents(folder_of(config)), contents(full_store)
     assert ours.keys() == wanted.keys()
     for identity, (*exact, features) in ours.items():
         assert exact == list(wanted[identity][:3])
@@ -170,7 +175,7 @@ def test_dry_run_forecasts_and_writes_nothing(config: ExtractConfig) -> None:
     events: list[Event] = []
     result = extract(replace(config, dry_run=True), events.append)
     assert result.outcome == "dry run"
-    assert list(config.store.parent.iterdir()) == []
+    assert list(folder_of(config).parent.iterdir()) == []
     [forecast] = [event for event in events if isinstance(event, Forecast)]
     assert (forecast.num_samples, forecast.num_duplicates, forecast.num_quarantined) == (120, 1, 2)
     assert forecast.num_pending_tokens == forecast.num_tokens > 5000
@@ -194,7 +199,7 @@ def test_a_store_that_does_not_fit_is_refused_before_any_work(
         StoreError, match=r"needs .*MiB but .* has 97.7 KiB free; choose --encoding projected-int4, fewer"
     ):
         extract(config)
-    assert not config.store.exists()
+    assert not folder_of(config).exists()
 
 
 @pytest.mark.parametrize(
@@ -248,7 +253,7 @@ def test_a_fine_tuned_target_is_refused_by_its_weights(
 
 
 def test_a_folder_that_is_no_store_is_refused(config: ExtractConfig) -> None:
-    config.store.mkdir()
+    folder_of(config).mkdir()
     with pytest.raises(StoreError, match="is not a store"):
         extract(config)
 
@@ -311,8 +316,8 @@ def test_a_killed_workers_samples_go_to_the_others(config: ExtractConfig, groups
     assert "was killed by SIGKILL" in failure and failure in notes
     assert "; its last lines: " in failure and " INFO Checked in " in failure, "what its log ends with"
     assert any("uncommitted samples go to the other workers" in note for note in notes)
-    assert_whole(config.store)
-    assert list((config.store / ".staging").iterdir()) == []
+    assert_whole(folder_of(config))
+    assert list((folder_of(config) / ".staging").iterdir()) == []
 
 
 def test_a_stop_before_any_sample_says_so(config: ExtractConfig) -> None:
@@ -350,7 +355,7 @@ def test_a_killed_parent_loses_no_sample(config: ExtractConfig, tmp_path: Path) 
     pickled = tmp_path / "config.pickle"
     pickled.write_bytes(pickle.dumps(replace(config, segment_bytes=50_000)))
     parent = subprocess.Popen([sys.executable, "-c", code, str(pickled)])
-    segments = config.store / "segments"
+    segments = folder_of(config) / "segments"
     deadline = time.monotonic() + 60
     while not list(segments.glob("2*")) and time.monotonic() < deadline:
         assert parent.poll() is None
@@ -366,8 +371,8 @@ def test_a_killed_parent_loses_no_sample(config: ExtractConfig, tmp_path: Path) 
     assert 0 < stored < NUM_SAMPLES
     result = extract(replace(config, devices="cpu:2"))
     assert (result.outcome, result.exit_status, result.num_new_samples) == ("finished", 0, NUM_SAMPLES - stored)
-    assert_whole(config.store)
-    assert list((config.store / ".staging").iterdir()) == []
+    assert_whole(folder_of(config))
+    assert list((folder_of(config) / ".staging").iterdir()) == []
 
 
 # What follows runs a worker's parts in this process.
@@ -533,7 +538,7 @@ def test_a_full_disk_is_one_sentence_and_commits_nothing(
     monkeypatch.setattr(Files, "write", full)
     with pytest.raises(StoreError, match="the disk is full"):
         write(config, table, [part for index in range(40) for part in forwarder.run([index])])
-    assert list((config.store / ".staging").iterdir()) == []
+    assert list((folder_of(config) / ".staging").iterdir()) == []
     assert len(StoreReader(config.store).samples) == 0
 
 
@@ -633,6 +638,7 @@ def test_a_segment_records_the_error_of_its_encoding_and_a_rise_of_it_is_warned_
                 store_writer.put(part)
         store_writer.close()
     errors = []
+    assert isinstance(config.store, Path)
     for segment in StoreReader(config.store).segment_ids:
         attributes = json.loads((config.store / "segments" / segment / "zarr.json").read_text())["attributes"]
         assert attributes["source"] == {"x": 1}, "the same for all segments, which the index says once"
@@ -700,7 +706,7 @@ def test_a_projected_store_keeps_the_rank_and_projection_that_it_began_with(
 ) -> None:
     config = replace(config, encoding="projected-int8", rank="0.7H")
     assert extract(config).outcome == "finished"
-    assert_whole(config.store)
+    assert_whole(folder_of(config))
     store = StoreReader(config.store)
     assert store.manifest.rank == store.encoding.num_features == 22
     calibration = store.calibration

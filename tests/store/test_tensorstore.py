@@ -44,6 +44,7 @@ def test_tensorstore_reads_every_array(maker: Any, tmp_path: Path) -> None:
 def test_tensorstore_reads_the_rows_of_one_sample(maker: Any, tmp_path: Path) -> None:
     tensorstore = pytest.importorskip("tensorstore")
     reader = StoreReader(maker.store(tmp_path / "s.zarr"))
+    assert isinstance(reader.path, Path)
     for index in (0, 5, 13):
         sample, entry = reader.read(index), reader.samples[index]
         first, end = int(entry["first_row"]), int(entry["first_row"] + entry["length"])
