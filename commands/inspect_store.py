@@ -73,6 +73,8 @@ def inspect_store(
     """
     if cache_bytes < 0:
         raise InputError(f"--cache-bytes is {cache_bytes}, but at least 0 is needed.")
+    if cache_folder is not None and cache_folder.exists() and not cache_folder.is_dir():
+        raise InputError(f"--cache-folder is {cache_folder}, a file, but must be a folder; name another path.")
     store = located(store, cache_folder or user_cache_folder() / "stores", cache_bytes)
     if plot is not None and (verify is not None or sample_id is not None):
         raise click.UsageError("--plot draws the whole store: give neither --verify nor --sample with it.")

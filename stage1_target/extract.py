@@ -39,9 +39,10 @@ from dflash_train.stage1_target.preparation import (
 )
 from dflash_train.stage1_target.ranks import RankEnd, Ranks
 from dflash_train.stage1_target.supervisor import Supervisor
+from dflash_train.stage1_target.writer import GPU_THREADS
 from dflash_train.store.creation import clean_staging, store_lock
 from dflash_train.store.location import beside
-from dflash_train.store.upload import check_writable
+from dflash_train.store.upload import check_spool, check_writable
 from dflash_train.units import format_count
 
 __all__ = ["Event", "ExtractConfig", "ExtractResult", "Forecast", "Note", "Progress", "Tokenising", "extract"]
@@ -110,6 +111,8 @@ def extract(config: ExtractConfig, report: Report | None = None) -> ExtractResul
         if not len(prepared.pending):
             return result
         check_writable(config.store)
+        waiting = min(prepared.forecast.needed_bytes, GPU_THREADS * len(devices) * config.segment_bytes)
+        check_spool(config.store, max(waiting, prepared.forecast.frozen_bytes))
         started = time.monotonic()
         with stop_signals() as stop:
             run = _run_workers(prepared, devices, report, stop)

@@ -120,6 +120,8 @@ class TrainConfig:
     """Steps in a row with a loss or gradient that is not finite, each skipped, before the run stops."""
 
     def __post_init__(self) -> None:
+        if self.cache_folder is not None and self.cache_folder.exists() and not self.cache_folder.is_dir():
+            raise InputError(f"--cache-folder is {self.cache_folder}, a file, but must be a folder; name another path.")
         store = parse_store(self.store) if isinstance(self.store, str) else self.store
         stores = self.cache_folder or user_cache_folder() / "stores"
         object.__setattr__(self, "store", located(store, stores, self.cache_bytes))

@@ -33,6 +33,8 @@ from dflash_train.store.segment import SEGMENTS, is_row_file
 
 WHOLE_BYTES = 16 << 20
 """Files of rows up to this size, but for features, are fetched whole: a request for a sample's part takes as long."""
+VERIFY = "verify-"
+"""Begins the names of folders in the spool for verifications."""
 AHEAD_BYTES = 2 << 30
 """Most bytes of samples that were fetched ahead and not read yet."""
 
@@ -46,9 +48,9 @@ class RemoteStore:
         self.folder = location.mirror
         self.objects = Objects(location)
         self._checksums: dict[str, Checksum] = {}
+        self._refresh_root()
         self.rows = RangeCache(location.row_cache, location.cache_bytes)
         self.ahead = ReadAhead()
-        self._refresh_root()
 
     def fetch(self, names: Iterable[str]) -> None:
         """Bring files of the store's own, such as an array of frozen/, into the mirror; StoreError if damaged."""
@@ -308,20 +310,41 @@ def downloaded(location: StoreUrl) -> Iterator[tuple[Path, Objects, dict[str, in
     sizes = objects.sizes()
     if not sizes:
         raise StoreError(f"{location} is not there. {WAY_OUT}")
-    folder = location.spool / f"verify-{secrets.token_hex(4)}"
-    try:
-        (folder / SEGMENTS).mkdir(parents=True)
-        own = [name for name in sizes if not _is_of_segment(name)]
-        for name in own:
-            _download(objects, name, folder, sizes[name])
-        for name in sizes:
-            parts = name.split("/")
-            if _is_of_segment(name) and parts[2:] == ["zarr.json"]:
-                (folder / SEGMENTS / parts[1]).mkdir()
+    with _own_folder(location.spool) as folder:
+        try:
+            (folder / SEGMENTS).mkdir()
+            for name, size in sizes.items():
+                if not _is_of_segment(name):
+                    _download(objects, name, folder, size)
+                elif name.split("/")[2:] == ["zarr.json"]:
+                    (folder / name).parent.mkdir()
+        except OSError as error:
+            raise write_error(folder, 0, error) from error
         yield folder, objects, sizes
+
+
+@contextlib.contextmanager
+def _own_folder(parent: Path) -> Iterator[Path]:
+    """A new folder that is removed at the end; those of processes that were killed are removed before."""
+    folder = parent / f"{VERIFY}{secrets.token_hex(4)}"
+    try:
+        folder.mkdir(parents=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise write_error(folder, 0, error) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        for other in parent.glob(f"{VERIFY}*"):
+            with contextlib.suppress(OSError):
+                held = os.open(other, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(other)
+                finally:
+                    os.close(held)
+        yield folder
     finally:
+        os.close(descriptor)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -334,7 +357,10 @@ def download_segment(folder: Path, name: str, objects: Objects, sizes: Mapping[s
 
 def _download(objects: Objects, name: str, folder: Path, size: int) -> None:
     path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise write_error(path, 0, error) from error
     with contextlib.suppress(MissingObject):  # removed since it was listed
         objects.download(name, path, size)
 

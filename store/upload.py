@@ -25,7 +25,7 @@ from dflash_train.store.files import Files, StoreError, write_error
 from dflash_train.store.location import StoreLocation, StoreUrl
 from dflash_train.store.objects import MissingBucket, MissingObject, Objects
 from dflash_train.store.segment import SEGMENTS, STAGING, SegmentWriter
-from dflash_train.units import format_duration
+from dflash_train.units import format_bytes, format_duration
 
 ORPHAN_SECONDS = 3600.0
 """Age of the newest object of an uncommitted segment after which nobody is uploading it any more."""
@@ -167,6 +167,21 @@ def check_writable(store: StoreLocation) -> None:
         objects, name = Objects(store), f".write-test-{secrets.token_hex(4)}"
         objects.put(name, b"dflash extract will write here\n")
         objects.remove([name])
+
+
+def check_spool(store: StoreLocation, num_bytes: int) -> None:
+    """Raise StoreError unless what waits for its upload to a URL has so much room; nothing for a local path."""
+    if isinstance(store, StoreUrl):
+        try:
+            store.spool.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(store.spool).free
+        except OSError as error:
+            raise write_error(store.spool, 0, error) from error
+        if free < num_bytes:
+            raise StoreError(
+                f"{format_bytes(num_bytes)} may wait for their upload to {store}, but {store.spool} has {format_bytes(free)} "
+                "free. Make room, or give another --cache-folder or fewer --segment-bytes."
+            )
 
 
 def clean_spool(location: StoreUrl) -> int:

@@ -4,7 +4,7 @@
 
 prints its port. A PUT of a JSON object to `/-fault` sets the one fault: `match` is a part of «METHOD /path» of the
 requests that it hits, `count` how many of them, and one of these says what happens: `status` with `code`, an S3 error;
-`sleep`, seconds before the answer; `cut`, how many bytes of it are sent. GET `/-log` returns the requests since the last
+`sleep`, seconds before the server gives up; `cut`, how many bytes of it are sent. GET `/-log` returns the requests since the last
 such call. moto keeps everything in memory.
 """
 
@@ -45,13 +45,14 @@ class Gate:
             if fault:
                 self._fault["count"] -= 1
         if "sleep" in fault:
-            time.sleep(fault["sleep"])
-        elif "status" in fault:
+            time.sleep(fault["sleep"])  # and nothing is done: whoever asked may be gone
+            return _answer(start, "503 Fault", b"")
+        if "status" in fault:
             body = f"<Error><Code>{fault['code']}</Code><Message>{fault.get('message', 'injected')}</Message></Error>"
             environment["wsgi.input"].read(int(environment.get("CONTENT_LENGTH") or 0))
             is_head = environment["REQUEST_METHOD"] == "HEAD"
             return _answer(start, f"{fault['status']} Fault", b"" if is_head else body.encode())
-        elif "cut" in fault:
+        if "cut" in fault:
             whole = b"".join(self._app(environment, lambda *_: None))
             return _answer(start, "206 Partial Content", whole[: fault["cut"]])
         answer: Iterable[bytes] = self._app(environment, start)

@@ -640,7 +640,7 @@ def test_a_segment_records_the_error_of_its_encoding_and_a_rise_of_it_is_warned_
     errors = []
     assert isinstance(config.store, Path)
     for segment in StoreReader(config.store).segment_ids:
-        attributes = json.loads((config.store / "segments" / segment / "zarr.json").read_text())["attributes"]
+        attributes = json.loads((folder_of(config) / "segments" / segment / "zarr.json").read_text())["attributes"]
         assert attributes["source"] == {"x": 1}, "the same for all segments, which the index says once"
         assert len(attributes["relative_error"]) == 2
         errors.append(max(attributes["relative_error"]))

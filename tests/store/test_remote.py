@@ -345,6 +345,8 @@ def test_every_flipped_cut_and_missing_object_is_found(stored: Path, s3: Any, lo
         assert report.problems and name.removeprefix("deep/s.zarr/").split("/")[-1] in texts, (name, texts)
         assert str(location.spool) not in texts and str(location) in texts
         s3.put(name, data)
+    dead = location.spool / "verify-dead"
+    (dead / "segments").mkdir(parents=True)
     assert verify_store(location) == wanted
     assert not list(location.spool.iterdir())
 
