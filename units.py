@@ -1,4 +1,4 @@
-"""How numbers are said: sizes, durations and counts, the same in every room."""
+"""How numbers are said: sizes, durations and counts, the same in every room; and how a size is read."""
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -21,3 +21,18 @@ def format_duration(seconds: float) -> str:
 def format_count(count: int, noun: str) -> str:
     """«1 worker», «1,000 workers»."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def parse_size(text: str | None) -> int | None:
+    """Bytes of «2TB», «500 GiB» or «1e9»; None stays. Raises ValueError, KeyError or OverflowError for anything else."""
+    if text is None:
+        return None
+    units = {"": 1, "B": 1}
+    for power, letter in enumerate("KMGTP", start=1):
+        units |= {f"{letter}B": 1000**power, f"{letter}IB": 1024**power, letter: 1000**power}
+    spelled = text.strip().upper()
+    number = spelled.rstrip("KMGTPIB ")
+    size = float(number) * units[spelled[len(number) :].strip()]
+    if not 0 < size < 2**63:
+        raise ValueError(text)
+    return int(size)

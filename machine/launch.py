@@ -271,6 +271,8 @@ class Process:
     """The operating system's handle."""
     ended: bool = False
     """Whether ProcessGroup.wait has reported its end."""
+    lingered: bool = False
+    """Whether it had closed its pipe, did not exit within 10 seconds, and was killed: no failure if its work was done."""
 
     @property
     def pid(self) -> int:
@@ -354,6 +356,7 @@ def _end(process: Process) -> None:
     try:
         process.popen.wait(10.0)
     except subprocess.TimeoutExpired:
+        process.lingered = True
         process.popen.kill()
         process.popen.wait()
     process.ended = True

@@ -38,6 +38,16 @@ class Dealer:
         self._uncommitted: dict[int, dict[int, Deal]] = {}
         self.given_up: list[Deal] = []
 
+    def peek(self, worker: int) -> Deal | None:
+        """What `deal` would give."""
+        is_busy = len(self._running.get(worker, ())) >= BATCHES_IN_FLIGHT
+        return None if is_busy or not self._queue else self._queue[0]
+
+    def open_samples(self) -> list[int]:
+        """Samples that were dealt and are in no committed segment."""
+        running = [index for deals in self._running.values() for deal in deals for index in deal.indices]
+        return running + [index for samples in self._uncommitted.values() for index in samples]
+
     def deal(self, worker: int) -> Deal | None:
         """The next batch for a worker; None if it has enough or nothing is left."""
         running = self._running.setdefault(worker, [])
@@ -81,9 +91,9 @@ class Dealer:
                 count += len(indices)
         return count
 
-    def wants_commit(self, worker: int) -> bool:
-        """Whether a worker has nothing left to run but samples in its open segment."""
-        return not self._queue and not self._running.get(worker) and bool(self._uncommitted.get(worker))
+    def wants_commit(self, worker: int, is_paused: bool = False) -> bool:
+        """Whether a worker has nothing left to run (or nothing for now, in a pause) but samples in its open segment."""
+        return (is_paused or not self._queue) and not self._running.get(worker) and bool(self._uncommitted.get(worker))
 
     @property
     def done(self) -> bool:

@@ -109,17 +109,24 @@ def extract(config: ExtractConfig, report: Report | None = None) -> ExtractResul
         result = _nothing_done(prepared)
         clean_staging(config.store)
         if not len(prepared.pending):
+            prepared.plan.beat("finished")
             return result
         check_writable(config.store)
         waiting = min(prepared.forecast.needed_bytes, GPU_THREADS * len(devices) * config.segment_bytes)
         check_spool(config.store, max(waiting, prepared.forecast.frozen_bytes))
         started = time.monotonic()
         with stop_signals() as stop:
-            run = _run_workers(prepared, devices, report, stop)
+            try:
+                run = _run_workers(prepared, devices, report, stop)
+            except BaseException:
+                prepared.plan.beat("failed")
+                raise
             stopped = stop.is_set()
         clean_staging(config.store)  # what killed workers left; nobody writes any more
         own = RankEnd(num_new_samples=run.num_new_samples, num_new_tokens=run.num_new_tokens, failures=run.failures)
-        return _sum_up(result, prepared, [own], stopped, started)
+        result = _sum_up(result, prepared, [own], stopped, started)
+        prepared.plan.beat(result.outcome)
+        return result
 
 
 def _extract_under_torchrun(
@@ -150,6 +157,7 @@ def _extract_share(config: ExtractConfig, devices: list[Device], ranks: Ranks, r
         clean_staging(config.store)
         ranks.go()
     if not len(whole.pending):
+        share.plan.beat("finished")
         return result
     newest: Progress | None = None
 
@@ -184,6 +192,7 @@ def _extract_share(config: ExtractConfig, devices: list[Device], ranks: Ranks, r
             if len(ends) == ranks.place.world and not any(end.failures for end in ends):
                 clean_staging(config.store)  # otherwise the next start does, when nobody writes any more
         result = _sum_up(result, whole, ends, stop.is_set(), started)
+        share.plan.beat(result.outcome)
         result.failures = ranks.leave_together(result.failures, stop)
         return result
 

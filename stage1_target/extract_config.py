@@ -12,6 +12,7 @@ from dflash_train.stage1_target.target import TargetConfig
 from dflash_train.store.encoding import AUTO_RANK, Encoding, is_projected, make_encoding, resolve_rank
 from dflash_train.store.location import StoreLocation, located
 from dflash_train.store.manifest import Manifest
+from dflash_train.units import parse_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,8 @@ class ExtractConfig:
     """A segment is committed at this size; bytes."""
     segment_seconds: float = 300.0
     """… or at this age: what a killed worker loses at most."""
+    max_store_size: str | None = None
+    """Pause while the store would be larger than this («2TB», «500GiB», or bytes): for a trainer that consumes it."""
     calibration_tokens: int = 65_536
     """Tokens of the random draw that channel scale and projection are measured on; all, if there are fewer."""
     calibration_from: StoreLocation | None = None
@@ -68,7 +71,18 @@ class ExtractConfig:
     dry_run: bool = False
     """Forecast only; nothing but the sample cache is written."""
 
+    @property
+    def max_store_bytes(self) -> int | None:
+        """`max_store_size` as a number."""
+        return parse_size(self.max_store_size)
+
     def __post_init__(self) -> None:
+        try:
+            parse_size(self.max_store_size)
+        except (ValueError, KeyError, OverflowError):
+            raise InputError(
+                f"--max-store-size is {self.max_store_size!r}; write a size like 2TB, 500GiB, or a number of bytes."
+            ) from None
         for name in (
             "num_taps",
             "gpus_per_target",

@@ -85,9 +85,14 @@ class Forecast:
             lines.insert(1, "plain text: the loss counts every token")
         return lines
 
-    def refuse_if_too_large(self) -> None:
-        """Raise StoreError if the free space does not suffice."""
-        if self.free_bytes is None or self.needed_bytes <= self.free_bytes:
+    @property
+    def store_bytes_per_token(self) -> int:
+        """Of the store's encoding."""
+        return self.bytes_per_token[self.encoding]
+
+    def refuse_if_too_large(self, limit: int | None = None) -> None:
+        """Raise StoreError if the free space does not suffice, for the whole store or one of at most `limit` bytes."""
+        if self.free_bytes is None or min(self.needed_bytes, limit or self.needed_bytes) <= self.free_bytes:
             return
         smallest = min(self.bytes_per_token, key=lambda name: self.bytes_per_token[name])
         smaller = f"--encoding {smallest}, " if smallest != self.encoding else ""

@@ -22,6 +22,7 @@ from dflash_train.stage1_target.generation import generation_mismatches, setting
 from dflash_train.stage1_target.identity import known_without_weights, refuse_differences
 from dflash_train.stage1_target.projection import read_fc
 from dflash_train.stage1_target.quantization import check_quantization
+from dflash_train.stage1_target.room import PlanKeeper
 from dflash_train.stage1_target.samples import SampleTable, prepare_samples
 from dflash_train.stage1_target.schedule import Batch, padding_share, plan_batches
 from dflash_train.stage1_target.slow_paths import SlowPath, refused, slow_paths_of_files
@@ -33,6 +34,7 @@ from dflash_train.stage1_target.target import (
     text_config,
 )
 from dflash_train.stage1_target.target_files import TargetFiles
+from dflash_train.store.consumed import read_consumed
 from dflash_train.store.encoding import AUTO_RANK
 from dflash_train.store.location import StoreLocation
 from dflash_train.store.manifest import format_id
@@ -55,6 +57,7 @@ class Prepared:
     new_entries: list[dict[str, Any]]
     store_exists: bool
     forecast: Forecast
+    plan: PlanKeeper
     slow_paths: tuple[SlowPath, ...] = ()
     """Of the target, as far as config and tokenizer tell; said already."""
 
@@ -126,12 +129,14 @@ def prepare(config: ExtractConfig, report: Report) -> Prepared:
     report(forecast)
     for line in forecast.lines():
         logger.info("%s", line)
-    forecast.refuse_if_too_large()
-    known_entries = {_entry_key(entry) for entry in (reader.quarantined() if reader is not None else [])}
+    forecast.refuse_if_too_large(config.max_store_bytes)
+    old_entries = [*reader.quarantined(), *read_consumed(config.store).quarantined] if reader is not None else []
+    known_entries = set(map(_entry_key, old_entries))
     data_name = f"{data.source} ({data.split})"
     entries = [{**entry, "data": data_name} for entry in table.quarantined]
     new_entries = [entry for entry in entries if _entry_key(entry) not in known_entries]
-    return Prepared(config, table, pending, batches, new_entries, reader is not None, forecast, slow_paths)
+    plan = PlanKeeper(config.store, reader, table.lengths[pending])
+    return Prepared(config, table, pending, batches, new_entries, reader is not None, forecast, plan, slow_paths)
 
 
 def _slow_paths(config: ExtractConfig, model_config: Any, tokenizer: Any) -> tuple[SlowPath, ...]:
@@ -153,11 +158,12 @@ def open_if_there(store: StoreLocation) -> StoreReader | None:
 
 
 def stored_indices(table: SampleTable, reader: StoreReader | None) -> NDArray[np.bool_]:
-    """Which samples of the table need no work: stored, or quarantined with their id."""
+    """Which samples of the table need no work: stored, quarantined with their id, or either and consumed since."""
     if reader is None:
         return np.zeros(len(table), dtype=bool)
-    quarantined = {entry["id"] for entry in reader.quarantined() if entry.get("id")}
-    stored = reader.stored_ids()
+    consumed = read_consumed(reader.path)
+    quarantined = {entry["id"] for entry in [*reader.quarantined(), *consumed.quarantined] if entry.get("id")}
+    stored = reader.stored_ids() | consumed.ids
     return np.array(
         [identity in stored or format_id(identity) in quarantined for identity in map(int, table.ids)], bool
     )

@@ -116,6 +116,7 @@ class Ranks:
             prepared,
             batches=batches,
             new_entries=prepared.new_entries if self.first else [],
+            plan=prepared.plan if self.first else prepared.plan.silent(),
             forecast=replace(prepared.forecast, num_pending=samples, num_pending_tokens=tokens),
         )
 

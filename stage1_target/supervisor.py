@@ -16,6 +16,7 @@ from dflash_train.stage1_target.calibration import draw_samples
 from dflash_train.stage1_target.dealer import Dealer
 from dflash_train.stage1_target.events import Note, Progress, Report, WorkerProgress
 from dflash_train.stage1_target.preparation import Prepared, open_if_there, stored_indices
+from dflash_train.stage1_target.room import Room
 from dflash_train.stage1_target.slow_paths import SlowPath, refused
 from dflash_train.stage1_target.speed import RecentSpeed
 from dflash_train.store.upload import store_exists
@@ -40,6 +41,9 @@ class Supervisor:
         self._report = report
         self._stop = stop
         self._dealer = Dealer(prepared.batches)
+        self._room = Room(
+            prepared.config.store, prepared.config.max_store_bytes, prepared.forecast.store_bytes_per_token, report
+        )
         self._batch_indices: dict[int, tuple[int, ...]] = {}
         self._ready: list[Process] = []
         self._speeds: dict[int, RecentSpeed] = {}
@@ -62,6 +66,7 @@ class Supervisor:
         while not (self._finished or self._stop.is_set() or self._fatal) and self._group.running:
             self._send()
             self._handle(self._group.wait(0.2))
+            self._prepared.plan.beat()
         if self._stop.is_set():
             self._report(Note(self._describe_stop()))
         for process in self._group.running:
@@ -111,15 +116,25 @@ class Supervisor:
             if self._entries and self._entries_at is None:
                 self._entries_at = process
                 process.send(messages.Quarantine(self._entries))
-            while (deal := self._dealer.deal(process.index)) is not None:
+            while self._has_room(process) and (deal := self._dealer.deal(process.index)) is not None:
                 self._started = self._started or time.monotonic()
                 self._speeds.setdefault(process.index, RecentSpeed())
                 self._batch_indices[deal.number] = deal.indices
                 process.send(messages.Run(deal.number, deal.indices))
-            wants = self._dealer.wants_commit(process.index) or (self._entries_at is process and self._dealer.done)
+            wants = self._dealer.wants_commit(process.index, self._room.is_full) or (
+                self._entries_at is process and self._dealer.done
+            )
             if wants and process.index not in self._committing:
                 self._committing.add(process.index)
                 process.send(messages.Commit())
+
+    def _has_room(self, process: Process) -> bool:
+        """Whether the next batch for a worker fits under --max-store-size."""
+        if self._prepared.config.max_store_size is None or (deal := self._dealer.peek(process.index)) is None:
+            return True
+        lengths = self._prepared.table.lengths
+        open_tokens = lengths[self._dealer.open_samples()].sum() if self._ran or self._batch_indices else 0
+        return self._room.fits(int(lengths[list(deal.indices)].sum()), int(open_tokens))
 
     def _handle(self, events: list[tuple[Process, Any]]) -> None:
         for process, message in events:
@@ -162,7 +177,8 @@ class Supervisor:
             self._creator = None
         if self._entries_at is process:
             self._entries_at = None
-        if process.popen.returncode == 0 or self._fatal is not None:
+        is_done = process.lingered and self._dealer.done
+        if process.popen.returncode == 0 or is_done or self._fatal is not None:
             return
         reason = process.describe_end()
         self._report(Note(reason, failure=True))

@@ -175,8 +175,20 @@ class StoreReader:
         entries = self._read_entries(new, is_listing=segments is None)
         self._add_samples([entry.samples for entry in entries])
         self._entries += entries
-        self.segment_ids += new
-        return len(new)
+        self.segment_ids += [entry.name for entry in entries]
+        return len(entries)
+
+    def drop(self, segments: Sequence[str]) -> None:
+        """Let go of segments that will be removed: close their files, and forget their ids, so that a copy is no duplicate.
+
+        Their lines stay in `samples`, with id -1.
+        """
+        numbers = [self.segment_ids.index(name) for name in segments]
+        with self._lock:
+            for number in numbers:
+                self._open.pop(number, None)
+                self._segments.pop(number, None)
+        self.samples["id"][np.isin(self.samples["segment"], numbers)] = -1
 
     def _list_segments(self) -> list[str]:
         return list_local_segments(self.folder) if self._remote is None else self._remote.list_segments()
@@ -191,7 +203,12 @@ class StoreReader:
         for name in names:
             entry = cached.get(name)
             if entry is None or not is_current(self.folder, entry):
-                segment = self._open_segment(name)
+                try:
+                    segment = self._open_segment(name)
+                except StoreError:
+                    if is_listing and self._remote is None and not (self.folder / SEGMENTS / name).is_dir():
+                        continue  # consumed since it was listed
+                    raise
                 self._segments[len(self._entries) + len(entries)] = segment
                 entry, num_opened = make_entry(segment), num_opened + 1
             entries.append(entry)
@@ -234,6 +251,10 @@ class StoreReader:
     def quarantined(self) -> list[dict[str, Any]]:
         """What could not be stored: {"id": hex or None, "row": int or None, "reason": str} each."""
         return [entry for segment in self._entries for entry in segment.quarantined]
+
+    def entry(self, segment: str) -> SegmentEntry:
+        """What a known segment says of itself: its table, its source, its quarantined samples."""
+        return self._entries[self.segment_ids.index(segment)]
 
     def sources(self) -> list[dict[str, Any]]:
         """What every segment was made from, in the order of segment_ids."""

@@ -54,7 +54,9 @@ class SegmentWriter:
         attributes: dict[str, Any],
         files: Files | None = None,
         parent: str = SEGMENTS,
+        staging: str = STAGING,
     ) -> None:
+        """parent and staging: the folders of the store that the segment goes to, and that it lies in while it is open."""
         self.store = store
         self.encoding = encoding
         self.segment_id = f"{datetime.now(UTC):%Y%m%dT%H%M%S%f}-{secrets.token_hex(4)}"
@@ -64,7 +66,7 @@ class SegmentWriter:
         """More attributes of the segment, set before `commit`: what was measured of its states."""
         self._attributes = attributes
         self._files = files or Files()
-        self._staging = store / STAGING / self.segment_id
+        self._staging = store / staging / self.segment_id
         self._final = store / parent / self.segment_id
         self._rows: dict[str, _Rows] = {}
         self._num_rows = 0

@@ -1,0 +1,147 @@
+"""A store that grows, shrinks and is merged under its readers."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_train.store import reader as reader_module
+from dflash_train.store.consumed import finish_removals, read_consumed, remove_segments
+from dflash_train.store.files import Files, StoreError
+from dflash_train.store.joined import open_stores
+from dflash_train.store.opened import list_segments
+from dflash_train.store.plan import PLAN_NAME, Plan, read_plan, write_plan
+from dflash_train.store.reader import StoreReader
+from dflash_train.store.verify import verify_store
+
+PLAN = Plan(samples=14, tokens=900, longest=507, state="running", beat=3, run="a")
+
+
+def test_stores_with_equal_manifests_merge_by_moving_segment_folders(bf16: Any, tmp_path: Path) -> None:
+    """With and without an index; a sample that both have counts once."""
+    one, two = bf16.store(tmp_path / "one"), bf16.create(tmp_path / "two")
+    bf16.add_segment(two, range(10, 24))  # 10 … 13 are in `one`, too
+    assert StoreReader(one).manifest.differences(StoreReader(two).manifest) == []
+    expected = StoreReader(one).stored_ids() | StoreReader(two).stored_ids()
+    reader = StoreReader(one)
+    for name in list_segments(two):
+        (two / "segments" / name).rename(one / "segments" / name)
+    assert reader.refresh() == 1
+    merged = StoreReader(one)
+    for found in (reader, merged):
+        assert (found.stored_ids(), found.num_duplicates) == (expected, 4)
+        twin = bf16.sample(20, 507)
+        index = int(np.flatnonzero(found.samples["id"] == 1020)[0])
+        assert np.array_equal(
+            found.read(index).features, twin["features"].view(np.uint16)[: found.samples["length"][index]]
+        )
+    assert verify_store(one).problems == [] and len(StoreReader(two).samples) == 0
+
+
+def test_several_stores_read_as_one(bf16: Any, with_: Any, tmp_path: Path) -> None:
+    one, two = bf16.store(tmp_path / "one"), bf16.create(tmp_path / "two")
+    other = bf16.add_segment(two, range(10, 24))
+    joined, first = open_stores([one, two]), StoreReader(one)
+    assert joined.segment_ids == [*first.segment_ids, other]
+    assert (len(joined.samples), joined.num_duplicates) == (24, 4)
+    assert joined.stored_ids() == set(range(1000, 1024))
+    for index in (0, 13, 14, 23):
+        sample = joined.read(index)
+        twin = bf16.sample(sample.id - 1000, len(sample.token_ids))
+        assert np.array_equal(sample.features, twin["features"].view(np.uint16))
+        table = joined.samples[index]
+        assert joined.segment_ids[table["segment"]] == (other if index > 13 else first.segment_ids[index // 7])
+        token_ids, loss_mask = np.empty_like(sample.token_ids), np.empty_like(sample.loss_mask)
+        features = np.empty_like(sample.features)
+        joined.read_into(index, token_ids, loss_mask, features)
+        assert np.array_equal(features, sample.features) and np.array_equal(token_ids, sample.token_ids)
+    assert joined.num_bytes == first.num_bytes + StoreReader(two).num_bytes
+    again = open_stores([one, two], segments=[first.segment_ids[0], other])
+    assert again.stored_ids() == {*range(1000, 1007), *range(1010, 1024)}
+    with pytest.raises(StoreError, match="have no segment gone"):
+        open_stores([one, two], segments=["gone"])
+    with pytest.raises(StoreError, match="names one store twice"):
+        open_stores([one, one])
+    int8 = with_(encoding_name="int8").create(tmp_path / "int8")
+    with pytest.raises(StoreError, match=r"does not go with .*encoding: found 'int8', wanted 'bf16'"):
+        open_stores([one, int8])
+
+
+def test_a_segment_that_goes_between_listing_and_opening_is_left_out(
+    bf16: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = bf16.store(tmp_path / "store")
+    first, *others = list_segments(store)
+    entry = StoreReader(store).entry(first)
+    listed = list_segments(store)
+    remove_segments(store, {first: (entry.samples, [])})
+    monkeypatch.setattr(reader_module, "list_segments", lambda path: listed)
+    assert StoreReader(store).segment_ids == others
+    with pytest.raises(StoreError, match=f"has no segment {first}"):
+        StoreReader(store, segments=[first])
+
+
+def test_a_dropped_segment_can_be_replaced_by_a_copy_of_some_of_its_samples(bf16: Any, tmp_path: Path) -> None:
+    store = bf16.store(tmp_path / "store")
+    reader = StoreReader(store)
+    name, sample = reader.segment_ids[0], reader.read(2)
+    copy = bf16.add_segment(store, [2])
+    assert reader.refresh() == 1 and reader.num_duplicates == 1
+    again = StoreReader(store, segments=[name])
+    again.drop([name])
+    again.refresh([copy])
+    assert again.samples["id"].tolist() == [-1] * 7 + [sample.id]
+    assert np.array_equal(again.read(7).features, sample.features)
+
+
+@pytest.mark.parametrize("stop_at", range(1, 8))
+def test_a_kill_at_any_call_of_a_removal_leaves_every_sample_somewhere(bf16: Any, tmp_path: Path, stop_at: int) -> None:
+    store = bf16.store(tmp_path / "store")
+    reader = StoreReader(store)
+    ids, names = reader.stored_ids(), reader.segment_ids[:2]
+    calls = [0]
+
+    class Killed(BaseException):
+        pass
+
+    class Dying(Files):
+        def _count(self) -> None:
+            calls[0] += 1
+            if calls[0] == stop_at:
+                raise Killed
+
+        def write_file(self, path: Path, data: Any) -> None:
+            self._count()
+            super().write_file(path, data)
+
+        def rename(self, source: Path, destination: Path) -> None:
+            self._count()
+            super().rename(source, destination)
+
+        def remove_tree(self, path: Path) -> None:
+            self._count()
+            super().remove_tree(path)
+
+    tables = {name: (reader.entry(name).samples, reader.entry(name).quarantined) for name in names}
+    with pytest.raises(Killed):
+        remove_segments(store, tables, Dying())
+    present, record = set(list_segments(store)), read_consumed(store)
+    assert StoreReader(store).stored_ids() | record.ids == ids
+    assert present | record.segments >= set(reader.segment_ids), "a segment goes only once its record is there"
+    finish_removals(store)
+    assert not set(list_segments(store)) & record.segments
+    assert StoreReader(store).stored_ids() | read_consumed(store).ids == ids
+    assert verify_store(store).problems == []
+
+
+def test_the_plan_is_read_as_it_was_written_or_not_at_all(bf16: Any, tmp_path: Path) -> None:
+    store = bf16.create(tmp_path / "store")
+    assert read_plan(store) is None
+    write_plan(store, PLAN)
+    assert read_plan(store) == PLAN
+    assert verify_store(store).problems == []
+    for text in ("{}", "[", '{"samples": 1}', (store / PLAN_NAME).read_text().replace("running", "resting")):
+        (store / PLAN_NAME).write_text(text)
+        assert read_plan(store) is None
+    write_plan(tmp_path / "nowhere", PLAN)  # a full or missing disk is no reason to end an extract
