@@ -91,11 +91,13 @@ def _checked(start: str, value: Any, parameter: click.Parameter) -> Any:
     if isinstance(value, dict):
         return json.dumps(value)
     scalar = (str, int, float)  # bool is an int
-    if parameter.nargs == 1 and not parameter.multiple:
+    if parameter.nargs == 1:
         is_text = isinstance(parameter.type, click.Path)
-        if not isinstance(value, str if is_text else scalar):
+        values = value if parameter.multiple and isinstance(value, list) else [value]
+        if not all(isinstance(item, str if is_text else scalar) for item in values):
             raise InputError(f"{start}{value!r}; write {'text in quotes' if is_text else 'one number or text'}.")
-    elif not isinstance(value, list) or not all(isinstance(item, scalar) for item in value):
+        return values if parameter.multiple else value
+    if not isinstance(value, list) or not all(isinstance(item, scalar) for item in value):
         raise InputError(f"{start}{value!r}; write a list of {parameter.nargs} values.")
     return value
 

@@ -21,7 +21,14 @@ from dflash_train.commands.terminal import Terminal, progress_options
 
 
 @click.command("train-drafter")
-@click.option("--store", required=True, type=StorePath(), help="Folder of the store, or its URL.")
+@click.option(
+    "--store",
+    "stores",
+    required=True,
+    multiple=True,
+    type=StorePath(),
+    help="Folder of the store, or its URL; again for other folders with an equal manifest.",
+)
 @click.option(
     "--run", required=True, type=click.Path(path_type=Path), help="Folder of this run; the same again goes on."
 )
@@ -63,6 +70,11 @@ from dflash_train.commands.terminal import Terminal, progress_options
     show_default=True,
     help="muon: for the layers' matrices; fc and norms stay with AdamW. The same --lr serves both.",
 )
+@click.option("--follow", is_flag=True, help="Train while an extract fills the store; wait where the data is behind.")
+@click.option("--consume", type=int, help="Remove data from the store after so many passes. Needs --follow.")
+@click.option(
+    "--fraction", default=1.0, show_default=True, help="Share of the samples to train on, chosen by their ids."
+)
 @click.option("--lr", default=6e-4, show_default=True, help="Peak learning rate.")
 @click.option("--betas", nargs=2, type=float, default=(0.9, 0.95), show_default=True, help="AdamW's moments.")
 @click.option("--weight-decay", default=0.0, show_default=True, help="Decay of the weights, on matrices only.")
@@ -97,7 +109,7 @@ from dflash_train.commands.terminal import Terminal, progress_options
 @click.option("--bad-step-limit", default=10, show_default=True, help="Non-finite steps in a row that end the run.")
 @progress_options
 @detachable(lambda given: (given["run"], given["run"] / "logs"))
-def train_drafter(gpus: str | None, allow_busy_gpus: bool, **fields: Any) -> None:
+def train_drafter(gpus: str | None, allow_busy_gpus: bool, stores: tuple[Path, ...], **fields: Any) -> None:
     """Train a drafter from a store.
 
     Run the same command again to go on from the newest checkpoint. Each folder RUN/checkpoints/step-… is a drafter in
@@ -106,7 +118,9 @@ def train_drafter(gpus: str | None, allow_busy_gpus: bool, **fields: Any) -> Non
     from dflash_train.machine.launch import torchrun_place
     from dflash_train.stage2_drafter.config import TrainConfig
 
-    config, context = TrainConfig(devices=gpus, **fields), click.get_current_context()
+    first, *others = stores
+    config = TrainConfig(store=first, more_stores=tuple(others), devices=gpus, **fields)
+    context = click.get_current_context()
     check_start(gpus=gpus, run=config.run, allow_busy_gpus=allow_busy_gpus)
     from dflash_train.commands.display import TrainView
     from dflash_train.stage2_drafter.train import train
@@ -122,6 +136,6 @@ def train_drafter(gpus: str | None, allow_busy_gpus: bool, **fields: Any) -> Non
     place = torchrun_place()
     if place is not None and place.rank != 0:  # one of torchrun's ranks speaks for all
         return
-    message = f"step {result.step:,} of {result.total_steps:,}: {result.checkpoint}"
+    message = f"step {result.step:,} of {result.total_steps:,}: {result.checkpoint or 'no checkpoint yet'}"
     current_recorder().end("stopped" if result.stopped else "finished", message)
     click.echo(message)

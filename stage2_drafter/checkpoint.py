@@ -65,6 +65,8 @@ class TrainerState:
     versions: dict[str, str]
     evaluation: dict[str, Any] | None
     """The held-out evaluation at this very step, None where there was none."""
+    rounds: int = 0
+    """Under --follow, the position in the ledger: how many of its rounds hold at this step."""
 
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self))

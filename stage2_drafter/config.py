@@ -26,7 +26,7 @@ PAPER_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}  # DFlash, section 4.2: gamma by block 
 HARMLESS_FIELDS = frozenset(
     ("store", "run", "devices", "steps", "epochs", "save_every", "keep", "evaluate_every", "evaluate_rows")
     + ("log_every", "read_ahead", "direct_io", "cache_folder", "cache_bytes", "bad_step_limit")
-    + ("activation_checkpointing",)
+    + ("activation_checkpointing", "more_stores")
     + ("num_layers", "block_size", "drafter_config", "mask_token")  # compared as the drafter that they make
 )
 
@@ -37,6 +37,8 @@ class TrainConfig:
 
     store: StoreLocation
     """Folder or URL (`parse_store`) of the store that `dflash extract` wrote; nothing else is read."""
+    more_stores: tuple[Path, ...] = ()
+    """Further folders with an equal manifest, read as one with `store`; on the command line --store again."""
     run: Path
     """Folder of this run: checkpoints, metrics, ledger and logs. The same folder again means: go on."""
     devices: str | None = None
@@ -109,6 +111,14 @@ class TrainConfig:
     """Rows read ahead of the step by each process, in pinned memory on CUDA."""
     precision: str = "bf16"
     """bf16, or fp8: products of the drafter and of the frozen head in e4m3, on a GPU that has it (experimental)."""
+    follow: bool = False
+    """Train while extracts fill the store: in rounds over what is there (follow.py), waiting where the data is behind."""
+    consume: int | None = None
+    """Remove a segment after so many passes, once a checkpoint is behind them: a bounded disk, at the price of a store
+    that is gone afterwards. Needs `follow`; takes the place of epochs."""
+    fraction: float = 1.0
+    """Share of the samples to train on, chosen by their ids, so that a smaller share is part of a larger one; the
+    held-out samples stay the same."""
     direct_io: bool = False
     """Read features past the page cache: less than half the CPU time, and the cache stays free for others. Off, because
     buffered reads are quicker where the CPU is idle or the store fits into memory."""
@@ -125,6 +135,17 @@ class TrainConfig:
         store = parse_store(self.store) if isinstance(self.store, str) else self.store
         stores = self.cache_folder or user_cache_folder() / "stores"
         object.__setattr__(self, "store", located(store, stores, self.cache_bytes))
+        for more in self.more_stores:
+            if isinstance(self.store, StoreUrl) or isinstance(more, StoreUrl) or "://" in str(more):
+                raise InputError(
+                    f"Several stores are read as one only where all are folders, and one of {self.store} and {more} is a "
+                    "URL. Give one --store."
+                )
+        object.__setattr__(self, "more_stores", tuple(map(Path, self.more_stores)))
+        if self.follow and isinstance(self.store, StoreUrl):
+            raise InputError(
+                f"--follow wants a folder, and {self.store} is a URL. Leave it out, or follow a store on a local disk."
+            )
         object.__setattr__(self, "run", Path(self.run))
         for name in ("drafter_config", "init_from"):
             if getattr(self, name) is not None:
@@ -139,6 +160,21 @@ class TrainConfig:
             raise InputError(
                 f"Both --steps {self.steps} and --epochs {self.epochs} are given. Give one: the other follows from it."
             )
+        if self.consume is not None and not self.follow:
+            raise InputError(
+                f"--consume {self.consume} removes data and is for a growing store only. Give --follow, too."
+            )
+        if self.consume is not None and self.epochs is not None:
+            raise InputError(
+                f"Both --consume {self.consume} and --epochs {self.epochs} say how often a sample is trained on. Give one."
+            )
+        if self.follow and self.more_stores:
+            raise InputError(
+                f"--follow is for one growing store, but {1 + len(self.more_stores)} are given. Name the one that grows, or "
+                "train on several without --follow."
+            )
+        if not 0 < self.fraction <= 1:
+            raise InputError(f"--fraction is {self.fraction}; it is a share above 0 and of at most 1.")
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
@@ -177,6 +213,12 @@ class TrainConfig:
         """Passes over the store, or None where the number of steps is what ends the run."""
         return self.epochs if self.epochs is not None or self.steps is not None else PAPER_EPOCHS
 
+    @property
+    def store_folder(self) -> Path:
+        """The store as a folder, which --follow, --consume and several stores imply."""
+        assert isinstance(self.store, Path), f"{self.store} is a URL"
+        return self.store
+
     def gamma_for(self, block_size: int) -> float:
         """The decay constant of the block weights: as given, else the paper's for this block size."""
         return self.gamma if self.gamma is not None else PAPER_GAMMA.get(block_size, (block_size - 1) / 2)
@@ -203,6 +245,7 @@ _LEAST = {
     "rows_per_step": 1,
     "steps": 0,
     "epochs": 1,
+    "consume": 1,
     "weight_decay": 0,
     "seed": 0,
     "evaluate_every": 1,
@@ -223,4 +266,4 @@ def _option(name: str) -> str:
 def _json_value(value: Any) -> Any:
     if isinstance(value, Path | StoreUrl):
         return str(value)
-    return list(value) if isinstance(value, tuple) else value
+    return [_json_value(item) for item in value] if isinstance(value, tuple) else value

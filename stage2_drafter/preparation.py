@@ -6,6 +6,7 @@ and each rank can repeat it to the same result.
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,14 @@ from dflash_train.errors import InputError
 from dflash_train.stage2_drafter.checkpoint import Checkpoint, newest_checkpoint
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.drafter_config import DrafterConfig
+from dflash_train.stage2_drafter.follow import Following
 from dflash_train.stage2_drafter.initial_weights import initial_weights, read_initial_config
-from dflash_train.stage2_drafter.rows import HoldoutRows, RowSchedule, check_lengths, split_holdout
-from dflash_train.stage2_drafter.run_folder import read_ledger
+from dflash_train.stage2_drafter.rows import HoldoutRows, RowSchedule, check_lengths, in_fraction, split_holdout
+from dflash_train.stage2_drafter.run_folder import Round, read_ledger, read_rounds
+from dflash_train.store.joined import open_stores
 from dflash_train.store.location import StoreLocation
 from dflash_train.store.manifest import Manifest
+from dflash_train.store.plan import read_plan
 from dflash_train.store.reader import StoreReader
 
 
@@ -36,21 +40,33 @@ class PreparedRun:
     holdout: HoldoutRows
     total_steps: int
     num_training: int
-    """Samples trained on; the rest is held out."""
+    """Samples trained on; the rest is held out, or left out by --fraction."""
+    following: Following | None = None
+    """Where the store grows: what schedule, held-out rows and total_steps follow from."""
 
 
-def prepare_run(config: TrainConfig, segments: Sequence[str] | None = None) -> PreparedRun:
+def prepare_run(
+    config: TrainConfig, segments: Sequence[str] | None = None, rounds: Sequence[Round] = (), first_row: int = 0
+) -> PreparedRun:
     """Open the store and check the options against it; raises InputError with the first thing that does not fit.
 
-    segments is the run's ledger; None takes all that the store has.
+    segments is the run's ledger; None takes all that the store has. Under --follow the ledger is `rounds`, of which the
+    rows before first_row are done, and segments are those to open.
     """
-    reader = StoreReader(config.store, segments, direct_io=config.direct_io)
+    if config.follow:
+        return _prepare_following(config, segments or (), rounds, first_row)
+    reader = open_stores((config.store, *config.more_stores), segments, config.direct_io)
     if not len(reader.samples):
         raise InputError(f"{config.store} holds no sample yet. Run `dflash extract` first.")
     drafter_config = make_drafter_config(config, reader)
     lengths = check_lengths(np.asarray(reader.samples["length"]), config.row_tokens, config.crop)
     held_out = split_holdout(np.asarray(reader.samples["group"]), config.holdout)
-    training = np.flatnonzero(~held_out)
+    training = np.flatnonzero(~held_out & in_fraction(np.asarray(reader.samples["id"]), config.fraction))
+    if not len(training) and config.fraction < 1:
+        raise InputError(
+            f"--fraction {config.fraction} leaves none of the {len(lengths)} samples of {config.store} to train on. "
+            "Give a larger one."
+        )
     schedule = RowSchedule(lengths, training, seed=config.seed, row_tokens=config.row_tokens, epochs=config.num_epochs)
     holdout = HoldoutRows(
         lengths, np.flatnonzero(held_out), seed=config.seed, row_tokens=config.row_tokens, limit=config.evaluate_rows
@@ -65,6 +81,34 @@ def prepare_run(config: TrainConfig, segments: Sequence[str] | None = None) -> P
         total_steps=total_steps,
         num_training=len(training),
     )
+
+
+def _prepare_following(
+    config: TrainConfig, segments: Sequence[str], rounds: Sequence[Round], first_row: int
+) -> PreparedRun:
+    reader = StoreReader(config.store, segments, direct_io=config.direct_io)
+    plan = read_plan(config.store_folder)
+    if plan is not None:  # what has not come yet is refused now as well
+        check_lengths(np.array([plan.longest]), config.row_tokens, config.crop)
+    drafter_config = make_drafter_config(config, reader)
+    following = Following(config, reader, rounds, first_row)
+    return PreparedRun(
+        config=config,
+        reader=reader,
+        drafter_config=drafter_config,
+        schedule=following.schedule,
+        holdout=following.holdout,
+        total_steps=rounds[-1].total_steps if rounds else config.steps or 0,
+        num_training=0,
+        following=following,
+    )
+
+
+def prepare_ahead(config: TrainConfig) -> PreparedRun:
+    """`prepare_run` for a parent, which checks what a run is made from but reads no row."""
+    if config.follow:
+        return prepare_run(config, (), read_rounds(config.run), sys.maxsize)
+    return prepare_run(config, planned_segments(config.run))
 
 
 def planned_segments(run: Path) -> list[str] | None:
@@ -83,7 +127,13 @@ def check_resume(run: PreparedRun) -> Checkpoint | None:
     state = checkpoint.state()
     differences = run.config.changes(state.config)
     differences += Manifest.from_json(state.store).differences(run.reader.manifest)
-    if state.segments != run.reader.segment_ids:
+    if run.following is not None:
+        if state.rounds > len(run.following.rounds):
+            differences.append(
+                f"the ledger has {len(run.following.rounds)} rounds, the checkpoint {state.rounds} (restore "
+                f"{run.config.run / 'ledger.jsonl'} from a copy)"
+            )
+    elif state.segments != run.reader.segment_ids:
         differences.append(
             f"the ledger lists {len(run.reader.segment_ids)} segments, the checkpoint {len(state.segments)}, and not the "
             f"same (delete {run.config.run / 'ledger.jsonl'} to take the checkpoint's)"

@@ -3,7 +3,6 @@
 Rank 0 decides which segments the run trains on and which checkpoint it goes on from, and holds the run folder's lock.
 """
 
-import json
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,11 +12,21 @@ from typing import Any
 import torch
 
 from dflash_train.errors import InputError
-from dflash_train.stage2_drafter.checkpoint import newest_checkpoint, prune_checkpoints
+from dflash_train.stage2_drafter.broadcast import broadcast_json
+from dflash_train.stage2_drafter.checkpoint import Checkpoint, newest_checkpoint, prune_checkpoints
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.events import Progress, StepDone
+from dflash_train.stage2_drafter.follow import segments_to_open
 from dflash_train.stage2_drafter.preparation import check_resume, planned_segments, prepare_run
-from dflash_train.stage2_drafter.run_folder import read_ledger, rewind_metrics, run_lock, start_ledger
+from dflash_train.stage2_drafter.run_folder import (
+    Round,
+    read_ledger,
+    read_rounds,
+    rewind_metrics,
+    run_lock,
+    start_ledger,
+)
+from dflash_train.store.consumed import consumer_lock
 
 RANK_FUNCTION = f"{__name__}.train_rank"
 
@@ -71,17 +80,15 @@ def run_rank(
             torch.distributed.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world)
         agreed: dict[str, Any] = {}
         if rank == 0:
+            if config.consume is not None:
+                stack.enter_context(consumer_lock(config.store_folder))
             prune_checkpoints(config.run, config.keep)
-            segments = planned_segments(config.run)
-            if segments is None:
-                segments = prepare_run(config).reader.segment_ids
-            if read_ledger(config.run) is None:
-                start_ledger(config.run, segments)
             newest = newest_checkpoint(config.run)
-            agreed = {"segments": segments, "checkpoint": None if newest is None else newest.path.name}
-        if world > 1:
-            agreed = _broadcast_json(agreed, device)
-        run = prepare_run(config, agreed["segments"])
+            agreed = _plan_following(config, newest) if config.follow else _plan_segments(config)
+            agreed["checkpoint"] = None if newest is None else newest.path.name
+        agreed = broadcast_json(agreed, device, world)
+        rounds = [Round.from_json(entry) for entry in agreed["rounds"]]
+        run = prepare_run(config, agreed["segments"], rounds, agreed["first_row"])
         trainer = Trainer(run, Rank(rank=rank, world=world, device=device), report, stop_requested, progress)
         checkpoint = check_resume(run)
         if (None if checkpoint is None else checkpoint.path.name) != agreed["checkpoint"]:
@@ -103,13 +110,19 @@ def run_rank(
         return stopped
 
 
-def _broadcast_json(values: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Rank 0's values on every rank, as JSON bytes: torch's own broadcast of objects would be a pickle."""
-    data = torch.tensor(list(json.dumps(values).encode()), dtype=torch.uint8, device=device)
-    size = torch.tensor([len(data)], device=device)
-    torch.distributed.broadcast(size, 0)
-    if torch.distributed.get_rank() != 0:
-        data = torch.empty(int(size), dtype=torch.uint8, device=device)
-    torch.distributed.broadcast(data, 0)
-    result: dict[str, Any] = json.loads(bytes(data.tolist()))
-    return result
+def _plan_segments(config: TrainConfig) -> dict[str, Any]:
+    """The segments that a run trains on, decided once."""
+    segments = planned_segments(config.run)
+    if segments is None:
+        segments = prepare_run(config).reader.segment_ids
+    if read_ledger(config.run) is None:
+        start_ledger(config.run, segments)
+    return {"segments": segments, "rounds": [], "first_row": 0}
+
+
+def _plan_following(config: TrainConfig, newest: Checkpoint | None) -> dict[str, Any]:
+    """The rounds that a run has decided so far, and the segments to open for those that are not done."""
+    rounds = read_rounds(config.run)
+    first_row = 0 if newest is None else newest.step * config.rows_per_step
+    segments = segments_to_open(config.store_folder, rounds, first_row)
+    return {"segments": segments, "rounds": [entry.to_json() for entry in rounds], "first_row": first_row}

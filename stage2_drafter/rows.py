@@ -5,9 +5,14 @@ choose which rows they take. So any number of devices, or a resumed run, sees th
 rows fills about 97 % of the slots at 20 samples a row without sorting by length, which would make rows alike.
 row_loader.py reads what is planned here.
 
+Under --follow the store grows, and the sequence is made of rounds, each over a list of segments (follow.py); then `e`
+counts rounds.
+
 Symbols: S tokens of a row, N samples.
 """
 
+import threading
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +39,7 @@ def split_holdout(groups: np.ndarray, share: float) -> np.ndarray:
     unique, inverse = np.unique(np.asarray(groups, dtype=np.int64), return_inverse=True)
     if share <= 0 or len(unique) < 2:
         return np.zeros(len(groups), dtype=bool)
-    place = _mix(unique.astype(np.uint64)) / np.float64(2**64)
+    place = hash_place(unique)
     chosen = place < share
     chosen[np.argmin(place)] = True
     chosen[np.argmax(place)] = False
@@ -42,12 +47,22 @@ def split_holdout(groups: np.ndarray, share: float) -> np.ndarray:
     return held_out
 
 
-def _mix(values: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser: a group id is a hash already, this only unties the split from the id's own bits."""
+def hash_place(ids: np.ndarray) -> np.ndarray:
+    """Where ids (int64 [N]) fall in [0, 1), the same in every store: what lies below a share is held out, or selected.
+
+    splitmix64's finaliser: an id is a hash already, this only unties the place from the id's own bits.
+    """
+    values = np.asarray(ids, dtype=np.int64).astype(np.uint64)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: np.ndarray = values ^ (values >> np.uint64(31))
-    return mixed
+    place: np.ndarray = (values ^ (values >> np.uint64(31))) / np.float64(2**64)
+    return place
+
+
+def in_fraction(ids: np.ndarray, fraction: float) -> np.ndarray:
+    """Which samples (bool [N]) belong to a fraction of the data: by their ids, so that a smaller one is part of a larger."""
+    chosen: np.ndarray = hash_place(ids) < fraction if fraction < 1 else np.ones(len(ids), dtype=bool)
+    return chosen
 
 
 def check_lengths(lengths: np.ndarray, row_tokens: int, crop: bool) -> np.ndarray:
@@ -86,6 +101,13 @@ def plan_rows(lengths: np.ndarray, order: np.ndarray, row_tokens: int) -> list[n
     return [np.asarray(samples, dtype=np.int64) for samples in rows]
 
 
+def plan_epoch(lengths: np.ndarray, training: np.ndarray, seed: int, epoch: int, row_tokens: int) -> list[np.ndarray]:
+    """The rows of one epoch (or round) over the samples `training`, shuffled: which samples meet, then in which order."""
+    rng = np.random.default_rng((seed, _ORDER, epoch))
+    rows = plan_rows(lengths, rng.permutation(training), row_tokens)
+    return [rows[place] for place in rng.permutation(len(rows))]
+
+
 class RowSchedule:
     """The endless (or `epochs` long) sequence of training rows, and who takes which in every optimizer step.
 
@@ -104,9 +126,7 @@ class RowSchedule:
         """The rows of one epoch, each the indices of its samples. Only the last two plans asked for are kept."""
         plan = self._plans.pop(epoch, None)
         if plan is None:
-            rng = np.random.default_rng((self._seed, _ORDER, epoch))
-            rows = plan_rows(self._lengths, rng.permutation(self._training), self._row_tokens)
-            plan = [rows[place] for place in rng.permutation(len(rows))]
+            plan = plan_epoch(self._lengths, self._training, self._seed, epoch, self._row_tokens)
             if len(self._plans) == 2:
                 del self._plans[next(iter(self._plans))]  # the one not asked for longest
         self._plans[epoch] = plan
@@ -132,6 +152,9 @@ class RowSchedule:
     def samples(self, key: RowKey) -> np.ndarray:
         return self.epoch(key.epoch)[key.number]
 
+    def abandon(self) -> None:
+        """Nothing waits for this schedule."""
+
     def step_keys(self, step: int, rows_per_step: int, rank: int, world: int) -> list[RowKey | None]:
         """The rows that `rank` takes in optimizer step `step`: r, r + world, …; every rank gets the same number.
 
@@ -142,8 +165,76 @@ class RowSchedule:
         return [self.key(step * rows_per_step + place) if place < rows_per_step else None for place in places]
 
 
+class GrowingSchedule(RowSchedule):
+    """A sequence of rows that the training thread extends by whole rounds, while a loader's thread reads behind it."""
+
+    def __init__(self, *, seed: int, row_tokens: int) -> None:
+        nothing = np.zeros(0, dtype=np.int64)
+        super().__init__(nothing, nothing, seed=seed, row_tokens=row_tokens, epochs=None)
+        self._changed = threading.Condition()
+        self._abandoned = False
+        self.closed = False
+        """Whether no round will follow."""
+
+    def add(self, plan: Sequence[np.ndarray] | int, last: bool) -> None:
+        """Append a round: its rows, or the number of them where they are done and never asked for again."""
+        with self._changed:
+            if not isinstance(plan, int):
+                self._plans[len(self._first_row) - 1] = list(plan)
+            self._first_row.append(self._first_row[-1] + (plan if isinstance(plan, int) else len(plan)))
+            self.closed = self.closed or last
+            self._changed.notify_all()
+
+    def forget(self, num_rows: int) -> None:
+        """Drop the plans of rounds that end within the first num_rows rows of the sequence."""
+        with self._changed:
+            for number in [number for number in self._plans if self._first_row[number + 1] <= num_rows]:
+                del self._plans[number]
+
+    @property
+    def num_planned(self) -> int:
+        """Rows planned so far."""
+        return self._first_row[-1]
+
+    def ends(self) -> list[int]:
+        """For each round, the number of rows of the sequence up to its end."""
+        return self._first_row[1:]
+
+    def covers(self, num_rows: int) -> bool:
+        """Whether so many rows are planned, or no more will be."""
+        return self.closed or self.num_planned >= num_rows
+
+    def wait(self, num_rows: int) -> bool:
+        """Wait until so many rows are covered; False where the schedule was abandoned."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._abandoned or self.covers(num_rows))
+            return not self._abandoned
+
+    def abandon(self) -> None:
+        """Wake who waits: nobody will extend this any more."""
+        with self._changed:
+            self._abandoned = True
+            self._changed.notify_all()
+
+    def epoch(self, epoch: int) -> list[np.ndarray]:
+        with self._changed:
+            return self._plans[epoch]
+
+    def num_rows(self) -> int:
+        assert self.closed, "more rounds may come"
+        return self.num_planned
+
+    def key(self, index: int) -> RowKey | None:
+        with self._changed:
+            assert self.covers(index + 1), "a row was asked for before its round was planned"
+            if index >= self.num_planned:
+                return None
+            number = int(np.searchsorted(self._first_row, index, side="right")) - 1
+            return RowKey(number, index - self._first_row[number])
+
+
 class HoldoutRows:
-    """The held-out samples as a fixed list of rows, the same at every evaluation."""
+    """The held-out samples as a list of rows, the same at every evaluation unless the store grows (follow.py)."""
 
     def __init__(self, lengths: np.ndarray, held_out: np.ndarray, *, seed: int, row_tokens: int, limit: int) -> None:
         rng = np.random.default_rng((seed, _HOLDOUT))

@@ -1,7 +1,8 @@
 """The run folder: who may write to it, which segments the run trains on, and its metrics after a resume.
 
 run/lock            held by the first rank while it trains; a second trainer is refused
-run/ledger.jsonl    the segment ids that the rows are planned from, in order; decided once, by the first rank
+run/ledger.jsonl    the segment ids that the rows are planned from, in order; decided by the first rank, once, or under
+                    --follow in rounds, one a line
 run/metrics.jsonl   one line a step and a held-out evaluation
 run/checkpoints/, run/tensorboard/, run/logs/
 """
@@ -11,12 +12,14 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dflash_train.errors import InputError
 from dflash_train.store.files import Files
+from dflash_train.store.manifest import format_id
 from dflash_train.units import format_bytes
 
 _BYTES_PER_PARAMETER = 2 + 4 + 8  # bf16 export, fp32 master, two fp32 moments
@@ -86,6 +89,64 @@ def _read_lines(path: Path, fits: Callable[[Any], bool]) -> list[dict[str, Any]]
             )
         entries.append(entry)
     return entries
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """A line of the ledger of a run that follows a growing store: some segments, each trained on once more."""
+
+    step: int
+    """The optimizer step, counted from 0, before which it was decided; from it on, its other fields hold."""
+    segments: tuple[str, ...]
+    """None in a last line that only says that nothing follows."""
+    rows: int
+    tokens: int
+    """Of its rows."""
+    total_steps: int
+    """Length of the run as known then: the learning rate follows from it."""
+    held_out: tuple[int, ...]
+    """Ids of the samples that come to the held-out rows."""
+    last: bool
+    """Whether no round follows."""
+
+    def to_json(self) -> dict[str, Any]:
+        return vars(self) | {
+            "segments": list(self.segments),
+            "held_out": [format_id(identity) for identity in self.held_out],
+        }
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> "Round":
+        held_out = tuple(int(identity, 16) for identity in values["held_out"])
+        changed = {"segments": tuple(values["segments"]), "held_out": held_out}
+        return Round(**{name: changed.get(name, values[name]) for name in Round.__dataclass_fields__})
+
+
+def read_rounds(run: Path) -> list[Round]:
+    """The ledger of a run that follows a growing store; empty before its first round. An unfinished last line is ignored."""
+    entries = _read_lines(run / "ledger.jsonl", _is_ledger_entry) or []
+    if entries and not all(Round.__dataclass_fields__.keys() <= entry.keys() for entry in entries):
+        raise InputError(
+            f"The run {run} began without --follow, and trains on the segments that the store had then. Go on without "
+            "--follow, or give another --run folder."
+        )
+    return [Round.from_json(entry) for entry in entries]
+
+
+def append_rounds(run: Path, rounds: Sequence[Round], files: Files | None = None) -> None:
+    """Write rounds behind the others, durable before anything of theirs is trained on."""
+    path = run / "ledger.jsonl"
+    lines = "".join(json.dumps(entry.to_json()) + "\n" for entry in rounds)
+    if not path.exists():
+        _replace(path, lines, files or Files())
+        return
+    with path.open("r+b") as file:
+        before = file.read()
+        file.truncate(before.rfind(b"\n") + 1)  # a line that a kill cut short was never trained on
+        file.seek(0, os.SEEK_END)
+        file.write(lines.encode())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def start_ledger(run: Path, segments: Sequence[str], files: Files | None = None) -> None:

@@ -6,8 +6,10 @@ goes to all ranks, which agree on the step to stop at. A rank that dies ends the
 Under torchrun every process calls `train` itself and is a rank.
 """
 
+import math
 import secrets
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -33,15 +35,19 @@ from dflash_train.stage2_drafter.preparation import (
     PreparedRun,
     check_initial_weights,
     check_resume,
-    planned_segments,
-    prepare_run,
+    prepare_ahead,
 )
 from dflash_train.stage2_drafter.rank import RANK_FUNCTION, run_rank
 from dflash_train.stage2_drafter.run_folder import check_disk_space, run_lock
-from dflash_train.store.reader import list_segments, open_manifest
+from dflash_train.store.opened import list_segments
+from dflash_train.store.plan import read_plan
+from dflash_train.store.reader import open_manifest
 
 Report = Callable[[str], None]
 _POLL_SECONDS = 0.2
+_SAY_SECONDS = 60.0
+GRACE_SECONDS = 60.0
+"""Two commands started at once: the extract imports for some seconds before it takes the store's lock."""
 
 
 class RankDied(InputError):
@@ -58,8 +64,8 @@ class TrainResult:
     total_steps: int
     stopped: bool
     """Whether a stop signal ended it before the last step."""
-    checkpoint: Path
-    """The newest checkpoint."""
+    checkpoint: Path | None
+    """The newest checkpoint; None where a run was stopped before there was a store to follow."""
     evaluation: dict[str, Any] | None
     """Held-out evaluation recorded in that checkpoint."""
 
@@ -76,23 +82,53 @@ def train(config: TrainConfig, report: Report = print, progress: Progress = lamb
     if place is not None:
         return _train_under_torchrun(config, place, report if place.rank == 0 else lambda line: None, progress)
     devices = parse_devices(config.devices)
+    if config.follow and not _await_store(config.store_folder, report):
+        return TrainResult(run=config.run, step=0, total_steps=0, stopped=True, checkpoint=None, evaluation=None)
     open_manifest(config.store)  # what is no store is refused before the run folder is made
     # only to refuse early: the first rank holds the lock while it trains; what cannot be prepared leaves no folder
     with run_lock(config.run) if config.run.exists() else nullcontext():
-        run = prepare_run(config, planned_segments(config.run))
+        run = prepare_ahead(config)
         checkpoint = check_resume(run)
         if checkpoint is None:
             check_initial_weights(run)
         check_disk_space(config.run, _num_parameters(run), config.keep)
-    if checkpoint is not None and checkpoint.step >= run.total_steps:
-        report(f"the run is complete at step {checkpoint.step}; give more --steps or --epochs to go on")
+    if checkpoint is not None and checkpoint.step >= run.total_steps and _is_closed(run):
+        more = (
+            "give more --steps or --epochs to go on" if run.following is None else "all rounds over the store are done"
+        )
+        report(f"the run is complete at step {checkpoint.step}; {more}")
         return _result(config, run.total_steps, stopped=False)
     _describe(run, checkpoint, devices, report)
     stopped = _follow(config, devices, report, progress)
-    result = _result(config, run.total_steps, stopped)
+    result = _result(config, prepare_ahead(config).total_steps if config.follow else run.total_steps, stopped)
     if stopped:
         report(f"stopped at step {result.step} of {result.total_steps}; run again to go on")
     return result
+
+
+def _await_store(store: Path, report: Report) -> bool:
+    """Wait until an extract has made the store; False where a stop signal came first.
+
+    Raises StoreError as `open_manifest` does if nobody is making it: its lock is there from an extract's first second on.
+    """
+    lock, began, said = store.with_name(f"{store.name}.lock"), time.monotonic(), -math.inf
+    with stop_signals() as stop:
+        while not store.exists():
+            now = time.monotonic()
+            if not lock.exists() and now - began > GRACE_SECONDS:
+                open_manifest(store)
+            if now - said > _SAY_SECONDS:
+                report(f"waiting for the store: {store} is not there yet")
+                said = now
+            if stop.wait(_POLL_SECONDS):
+                report("stopped before there was a store; run again to go on")
+                return False
+    return True
+
+
+def _is_closed(run: PreparedRun) -> bool:
+    """Whether no more rows come to a run than those its total is made of."""
+    return run.following is None or run.config.steps is not None or run.following.schedule.closed
 
 
 def _follow(config: TrainConfig, devices: list[Device], report: Report, progress: Progress) -> bool:
@@ -121,11 +157,12 @@ def _follow(config: TrainConfig, devices: list[Device], report: Report, progress
             start_processes(RANK_FUNCTION, arguments, caches, config.run / "logs", "rank") as group,
             stop_signals() as stop,
         ):
-            told = False
+            told, done = False, set[int]()
             while group.running:
                 for process, message in group.wait(_POLL_SECONDS):
                     if message is None:
-                        _check_end(process, group)
+                        if not (process.lingered and process.index in done):
+                            _check_end(process, group)
                     elif message[0] == "line":
                         report(message[1])
                     elif message[0] == "step":
@@ -133,6 +170,7 @@ def _follow(config: TrainConfig, devices: list[Device], report: Report, progress
                     elif message[0] == "input_error":
                         raise InputError(message[1])
                     else:
+                        done.add(process.index)
                         stopped = bool(message[1])
                 if stop.is_set() and not told:
                     told = True
@@ -166,9 +204,11 @@ def _train_under_torchrun(config: TrainConfig, place: TorchrunPlace, report: Rep
     import torch
 
     device = f"cuda:{place.local_rank}" if torch.cuda.is_available() else "cpu"
+    if config.follow and not _await_store(config.store_folder, report):
+        return TrainResult(run=config.run, step=0, total_steps=0, stopped=True, checkpoint=None, evaluation=None)
     with stop_signals() as stop:
         stopped = run_rank(config, place.rank, place.world, device, "env://", report, stop.is_set, progress)
-    total = prepare_run(config, planned_segments(config.run)).total_steps
+    total = prepare_ahead(config).total_steps
     result = _result(config, total, stopped)
     if stopped:
         report(f"stopped at step {result.step} of {result.total_steps}; run again to go on")
@@ -188,15 +228,39 @@ def _num_parameters(run: PreparedRun) -> int:
 
 def _describe(run: PreparedRun, checkpoint: Checkpoint | None, devices: list[Device], report: Report) -> None:
     config, reader = run.config, run.reader
+    if run.following is not None:
+        _describe_following(run, checkpoint, devices, report)
+        return
     total = len(reader.samples)
     report(
         f"{run.num_training} samples to train on and {total - run.num_training} held out, in rows of "
         f"{config.row_tokens} tokens with {config.anchors} anchors; {run.total_steps} steps of {config.rows_per_step} "
         f"rows on {', '.join(device.label for device in devices)}; mask token {run.drafter_config.mask_token_id}"
     )
-    newer = len(list_segments(reader.path)) - len(reader.segment_ids)
+    stores = (config.store, *config.more_stores)
+    newer = sum(len(list_segments(store)) for store in stores if isinstance(store, Path)) - len(reader.segment_ids)
     if newer > 0:
         report(f"{newer} segments came into the store after this run began; it goes on with those it began with")
+    _describe_resume(config, checkpoint, devices, report)
+
+
+def _describe_following(run: PreparedRun, checkpoint: Checkpoint | None, devices: list[Device], report: Report) -> None:
+    config, plan = run.config, read_plan(run.config.store_folder)
+    data = (
+        "a store without a plan" if plan is None else f"a store of {plan.samples:,} samples when its extract has ended"
+    )
+    passes = "removed after" if config.consume is not None else "for"
+    count = config.consume or config.num_epochs
+    ends = f"{config.steps} steps" if count is None else f"{passes} {count} pass{'' if count == 1 else 'es'}"
+    report(
+        f"following {data}, {ends}; rows of {config.row_tokens} tokens with {config.anchors} anchors, "
+        f"{config.rows_per_step} rows a step on {', '.join(device.label for device in devices)}; mask token "
+        f"{run.drafter_config.mask_token_id}"
+    )
+    _describe_resume(config, checkpoint, devices, report)
+
+
+def _describe_resume(config: TrainConfig, checkpoint: Checkpoint | None, devices: list[Device], report: Report) -> None:
     if checkpoint is not None:
         report(f"going on from {checkpoint.path}")
         if devices[0].torch_device != "cpu" and not (config.run / "compile-cache").exists():

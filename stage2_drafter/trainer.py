@@ -9,6 +9,7 @@ Symbols: S tokens of a row, F features per token, A anchors, K block size, N cou
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dflash_train.errors import InputError
+from dflash_train.stage2_drafter.broadcast import broadcast_json
 from dflash_train.stage2_drafter.checkpoint import (
     Checkpoint,
     TrainerState,
@@ -30,6 +32,7 @@ from dflash_train.stage2_drafter.checkpoint import (
 from dflash_train.stage2_drafter.compiled import CompiledDrafter
 from dflash_train.stage2_drafter.drafter import Drafter
 from dflash_train.stage2_drafter.events import Progress, StepDone
+from dflash_train.stage2_drafter.follow import RoundPlanner, remove_consumed
 from dflash_train.stage2_drafter.fp8 import Fp8Head
 from dflash_train.stage2_drafter.initial_weights import initial_weights
 from dflash_train.stage2_drafter.loss import block_weights, dpace_weights, frozen_head_cross_entropy, weighted_loss
@@ -45,8 +48,10 @@ from dflash_train.stage2_drafter.optimizer import (
 )
 from dflash_train.stage2_drafter.preparation import PreparedRun
 from dflash_train.stage2_drafter.row_loader import Row, RowBuffer, RowBuilder, RowLoader
-from dflash_train.stage2_drafter.rows import RowKey
+from dflash_train.stage2_drafter.rows import GrowingSchedule, RowKey
+from dflash_train.stage2_drafter.run_folder import Round, append_rounds
 from dflash_train.stage2_drafter.versions import package_versions
+from dflash_train.units import format_count
 
 RANDOM_RULE = "rows: (seed, 0, epoch); anchors: (seed, 1, epoch, row, held out); first weights: seed"
 _NAMED_SAMPLES = 20
@@ -114,8 +119,16 @@ class Trainer:
         self._copies = torch.cuda.Stream(rank.device) if on_cuda else None  # type: ignore[no-untyped-call]
         self._evaluation_buffers: list[RowBuffer] = []
         self._bad_steps = 0
+        self._planner = None if run.following is None or rank.rank else RoundPlanner(run.following, self.report)
         self.step = 0
+        self._saved_step = -1
         self.evaluation: dict[str, Any] | None = None
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run, as far as it is known at this step."""
+        following = self.run.following
+        return self.run.total_steps if following is None else following.total_steps
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -124,6 +137,7 @@ class Trainer:
         load_masters(self.named, checkpoint.masters(), checkpoint.path)
         load_optimizer_tensors(self.optimizer, self.named, checkpoint.optimizer())
         self.step, self.evaluation = checkpoint.step, checkpoint.state().evaluation
+        self._saved_step = self.step
 
     def start_from(self, path: Path) -> None:
         """Begin a new run with the weights of an existing drafter, on every rank alike."""
@@ -134,8 +148,10 @@ class Trainer:
 
     def save(self) -> Checkpoint | None:
         """Write a checkpoint and drop old ones, on rank 0; the others go on and wait at the next step's all-reduce."""
+        self._saved_step = self.step
         if self.rank.rank != 0:
             return None
+        following = self.run.following
         manifest = self.run.reader.manifest
         state = TrainerState(
             step=self.step,
@@ -143,10 +159,11 @@ class Trainer:
             drafter=self.run.drafter_config.to_json(),
             store=manifest.to_json(),
             segments=list(self.run.reader.segment_ids),
-            total_steps=self.run.total_steps,
+            total_steps=self.total_steps,
             random_state={"seed": self.config.seed, "rule": RANDOM_RULE},
             versions=self.versions,
             evaluation=self.evaluation,
+            rounds=0 if following is None else following.num_rounds,
         )
         checkpoint = save_checkpoint(
             self.config.run,
@@ -164,36 +181,110 @@ class Trainer:
 
     def train(self) -> bool:
         """Run until the last step or a stop signal; returns whether it was stopped. Saves where it ends."""
-        config, total = self.config, self.run.total_steps
-        stopped, saved = False, self.step if self.step else -1
-        if self.step < total:
+        config, following = self.config, self.run.following
+        stopped = self._extend_rows()
+        if following is not None:
+            following.activate(max(self.step - 1, 0))  # as it was at the evaluation of the last step
+        any_step = not stopped and self._rows_left()
+        if any_step:
             self._warm_up()
-        buffers = [self._buffer() for _ in range(config.read_ahead if self.step < total else 0)]
+        buffers = [self._buffer() for _ in range(config.read_ahead if any_step else 0)]
         with contextlib.ExitStack() as stack:
             loader = stack.enter_context(RowLoader(self.builder, self._keys(), buffers))
+            stack.callback(self.run.schedule.abandon)
             log = None
             if self.rank.rank == 0:
                 log = stack.enter_context(contextlib.closing(MetricsLog(config.run, self.step)))
             rows = iter(loader)
-            if self.step < total and self.evaluation is None and self._evaluation_due():  # a stop may have come between
+            if any_step and self.evaluation is None and self._evaluation_due():  # a stop may have come between
                 self._evaluate_and_log(log)
-            while self.step < total and not stopped:
+            while not stopped:
                 began = time.perf_counter()
+                stopped = self._extend_rows()
+                if following is not None:
+                    following.activate(self.step)
+                if stopped or self.step >= self.total_steps:
+                    break
+                waited = time.perf_counter() - began
                 values, stopped = self._train_step(loader, rows)
+                if following is not None:
+                    values["store_wait_seconds"] = waited
                 if log is not None:
                     log.write("train", self.step, values)
-                    self.progress(StepDone(self.step, total, time.perf_counter() - began, values))
-                if self.step % config.log_every == 0 or self.step in (1, total) or self._bad_steps:
-                    self.report(format_step(self.step, total, values, self._bad_steps, config.bad_step_limit))
+                    self.progress(StepDone(self.step, self.total_steps, time.perf_counter() - began, values))
+                if self.step % config.log_every == 0 or self.step in (1, self.total_steps) or self._bad_steps:
+                    self.report(
+                        format_step(self.step, self.total_steps, values, self._bad_steps, config.bad_step_limit)
+                    )
                 self.evaluation = None
-                if self._evaluation_due() and (self.step == total or not stopped):
+                if self._evaluation_due() and (self.step == self.total_steps or not stopped):
                     self._evaluate_and_log(log)
                 if stopped or self._saving_due():
                     self.save()
-                    saved = self.step
-        if saved != self.step:  # no step was taken: the untrained drafter
-            self.save()
-        return stopped and self.step < total
+                    self._consume()
+            if self._saved_step != self.step:  # no step was taken, or the last one showed only afterwards
+                if self.step and not stopped:
+                    self._evaluate_and_log(log)
+                self.save()
+                self._consume()
+        may_go_on = following is not None and config.steps is None and not following.schedule.closed
+        return stopped and (may_go_on or self.step < self.total_steps)
+
+    def _rows_left(self) -> bool:
+        """Whether a step is to be taken."""
+        following, steps = self.run.following, self.config.steps
+        if following is None:
+            return self.step < self.total_steps
+        is_short = steps is None or self.step < steps
+        return is_short and following.schedule.num_planned > self.step * self.config.rows_per_step
+
+    def _extend_rows(self) -> bool:
+        """Where the store grows, plan rows for the steps ahead; all ranks call it before each step, and wait here if there
+        are none for this one. Returns whether a stop was asked for meanwhile."""
+        following, rows = self.run.following, self.config.rows_per_step
+        if following is None:
+            return False
+        following.schedule.forget(self.step * rows)
+        ahead = (self.step + 2) * rows + self.config.read_ahead * self.rank.world
+        while not following.schedule.covers(ahead):
+            if self.config.steps is not None and self.step >= self.config.steps:
+                return False
+            urgent = not following.schedule.covers((self.step + 1) * rows)
+            decided: dict[str, Any] = {}
+            if self._planner is not None:
+                rounds = self._planner.look(self.step, urgent)
+                if rounds:
+                    append_rounds(self.config.run, rounds)
+                decided = {"rounds": [entry.to_json() for entry in rounds], "stop": self.stop_requested()}
+            decided = broadcast_json(decided, self.rank.device, self.rank.world)
+            following.extend([Round.from_json(entry) for entry in decided["rounds"]])
+            if urgent and decided["stop"]:
+                return True
+            if not decided["rounds"]:
+                if not urgent:
+                    return False
+                if following.due(self.step * rows):  # the store may be full: make room before waiting on
+                    if self._saved_step != self.step:
+                        self.save()
+                    self._consume()
+        return False
+
+    def _consume(self) -> None:
+        """After a checkpoint: remove the segments that have had all their passes; all ranks."""
+        following = self.run.following
+        due = [] if following is None else following.due(self.step * self.config.rows_per_step)
+        if following is None or not due:
+            return
+        decided: dict[str, Any] = {}
+        if self._planner is not None:
+            present = self._planner.still_there(due)
+            decided = {"present": present, "copies": following.copy_held_out(present)}
+        decided = broadcast_json(decided, self.rank.device, self.rank.world)
+        following.let_go(due, decided["present"], decided["copies"])  # the same `due` on every rank
+        if self._planner is not None and decided["present"]:
+            remove_consumed(following, decided["present"])
+            count = format_count(len(decided["present"]), "segment")
+            self.report(f"removed {count} after {self.config.consume} passes")
 
     def _train_step(self, loader: RowLoader, rows: Iterator[Row]) -> tuple[dict[str, Any], bool]:
         """One optimizer step; returns what metrics.jsonl gets, and whether all ranks stop here."""
@@ -215,7 +306,7 @@ class Trainer:
         sums.add("wait_seconds", loader.wait_seconds - waited)
         sums.add("stop", float(self.stop_requested()))
         numbers = sums.reduced(rank.world)
-        lr = learning_rate(self.step, self.run.total_steps, config)
+        lr = learning_rate(self.step, self.total_steps, config)
         finite = numbers.bad == 0 and not numbers.bad_rows and math.isfinite(numbers.weighted_loss)
         scaled_norm: float | None = None
         if finite and numbers.weight > 0:
@@ -317,25 +408,39 @@ class Trainer:
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _saving_due(self) -> bool:
-        return self.step == self.run.total_steps or self.step % self.config.save_every == 0
+        return self.step == self.total_steps or self.step % self.config.save_every == 0
 
     def _evaluation_due(self) -> bool:
         return self.step == 0 or self._saving_due() or self.step % self.config.evaluate_every == 0
 
     def _keys(self) -> Iterator[RowKey | None]:
-        for step in range(self.step, self.run.total_steps):
+        if self.run.following is not None:
+            yield from self._growing_keys(self.run.following.schedule)
+            return
+        for step in range(self.step, self.total_steps):
             yield from self.run.schedule.step_keys(step, self.config.rows_per_step, self.rank.rank, self.rank.world)
+
+    def _growing_keys(self, schedule: GrowingSchedule) -> Iterator[RowKey | None]:
+        """The same where rows are planned as the store grows; the loader's thread waits here for the training thread."""
+        rows_per_step = self.config.rows_per_step
+        for step in itertools.count(self.step):
+            if not schedule.wait((step + 1) * rows_per_step) or step * rows_per_step >= schedule.num_planned:
+                return  # abandoned, or past the last row
+            yield from schedule.step_keys(step, rows_per_step, self.rank.rank, self.rank.world)
 
     def _buffer(self) -> RowBuffer:
         return RowBuffer.allocate(self.run.reader, self.config.row_tokens, pinned=self._copies is not None)
 
     def _warm_up(self) -> None:
         """One whole step on a real row, and one evaluation, so that everything is compiled before anything is counted."""
-        row = self.builder.build(self.run.schedule.key(0), self._buffer())
+        following = self.run.following
+        first = 0 if following is None else self.step * self.config.rows_per_step  # earlier rows may be gone
+        row = self.builder.build(self.run.schedule.key(first), self._buffer())
+        evaluates = bool(self.run.holdout.rows) or (following is not None and self.config.holdout > 0)
         sums = StepSums(self.compiled.block_size, 1, self.rank.device)
         self.compiled.warm_up(
             step=lambda: torch.autograd.backward(self._row_loss(self.model, row, 0, sums)),
-            evaluate=(lambda: self._row_loss(self.compiled, row, 0, sums)) if self.run.holdout.rows else None,
+            evaluate=(lambda: self._row_loss(self.compiled, row, 0, sums)) if evaluates else None,
         )
         self.report(self.compiled.summary())
 

@@ -15,18 +15,21 @@ from numpy.typing import NDArray
 
 from dflash_train.store.files import StoreError
 from dflash_train.store.index import SegmentEntry
+from dflash_train.store.location import StoreLocation
 from dflash_train.store.opened import list_segments
 from dflash_train.store.reader import Sample, StoreReader
 
 
-def open_stores(paths: Sequence[Path], segments: Sequence[str] | None = None, direct_io: bool = False) -> StoreReader:
+def open_stores(
+    paths: Sequence[StoreLocation], segments: Sequence[str] | None = None, direct_io: bool = False
+) -> StoreReader:
     """A reader over one or several stores; raises StoreError naming every field in which their manifests differ.
 
     segments: those to read, in this order within each store; None takes all.
     """
     if len(paths) == 1:
         return StoreReader(paths[0], segments, direct_io=direct_io)
-    return JoinedReader(paths, segments, direct_io)
+    return JoinedReader([path for path in paths if isinstance(path, Path)], segments, direct_io)
 
 
 class JoinedReader(StoreReader):
@@ -56,7 +59,8 @@ class JoinedReader(StoreReader):
         if left:
             names = ", ".join(str(path) for path in paths)
             raise StoreError(f"{names} have no segment {left[0]}: it was removed, or the run began with other stores.")
-        self.path, self.manifest, self.encoding = first.path, first.manifest, first.encoding
+        self.path, self.folder, self._remote = first.path, first.folder, None
+        self.manifest, self.encoding = first.manifest, first.encoding
         self.channel_scale = first.channel_scale
         self.segment_ids = [name for part in self._parts for name in part.segment_ids]
         tables, number = [], 0

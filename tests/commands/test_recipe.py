@@ -46,8 +46,13 @@ def test_a_written_recipe_gives_the_same_options_back(
     values = parse(name, *words)
     (tmp_path / "recipe.toml").write_text(format_recipe(command(name), values), encoding="utf-8")
     again = parse(name, "--recipe", "recipe.toml")
-    absolute = {key: value.absolute() if isinstance(value, Path) else value for key, value in values.items()}
-    assert again == absolute
+
+    def absolute(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(absolute, value))
+        return value.absolute() if isinstance(value, Path) else value
+
+    assert again == {key: absolute(value) for key, value in values.items()}
 
 
 def test_flags_win_over_the_recipe_and_the_recipe_over_defaults(tmp_path: Path) -> None:

@@ -482,6 +482,22 @@ CASES: dict[str, list[Case]] = {
             1,
             "--segment-seconds is nan, but must be more than 0.",
         ),
+        Case(
+            "a largest size that is none",
+            f"{EXTRACT} --max-store-size much",
+            1,
+            "--max-store-size is 'much'; write a size like 2TB, 500GiB, or a number of bytes.",
+        ),
+        Case(
+            "a damaged record of consumed samples",
+            AGAIN,
+            1,
+            "segment.json is damaged ('crc32c'): it lists samples that were trained on and removed. Restore it from a copy, or remove it to have those samples stored again.",
+            in_order(
+                make_folder("store.zarr/consumed"),
+                write("store.zarr/consumed/segment.json", '{"consumed": {"ids": []}}'),
+            ),
+        ),
         Case("batches of no tokens", f"{EXTRACT} --batch-tokens 0", 1, "--batch-tokens is 0, but must be more than 0."),
         Case(
             "samples of one token",
@@ -1298,6 +1314,45 @@ CASES: dict[str, list[Case]] = {
             f"{TRAIN} --epochs 2",
             1,
             "Both --steps 1 and --epochs 2 are given. Give one: the other follows from it.",
+        ),
+        Case(
+            "data removed from a store that does not grow",
+            f"{TRAIN} --consume 2",
+            1,
+            "--consume 2 removes data and is for a growing store only. Give --follow, too.",
+        ),
+        Case(
+            "data removed after no pass",
+            f"{TRAIN} --follow --consume 0",
+            1,
+            "--consume is 0, but at least 1 is needed.",
+        ),
+        Case(
+            "passes given twice",
+            f"{TRAIN.replace(' --steps 1', '')} --follow --consume 2 --epochs 3",
+            1,
+            "Both --consume 2 and --epochs 3 say how often a sample is trained on. Give one.",
+        ),
+        Case(
+            "a run that is to follow a growing store after all",
+            f"{RESUME} --follow",
+            1,
+            "The run run began without --follow, and trains on the segments that the store had then. Go on without --follow, or give another --run folder.",
+        ),
+        Case(
+            "none of the data", f"{TRAIN} --fraction 0", 1, "--fraction is 0.0; it is a share above 0 and of at most 1."
+        ),
+        Case(
+            "a fraction of NaN",
+            f"{TRAIN} --fraction nan",
+            1,
+            "--fraction is nan; it is a share above 0 and of at most 1.",
+        ),
+        Case(
+            "a fraction without a sample",
+            f"{TRAIN} --fraction 1e-9",
+            1,
+            "--fraction 1e-09 leaves none of the 12 samples of store.zarr to train on. Give a larger one.",
         ),
         Case("a learning rate of NaN", f"{TRAIN} --lr nan", 1, "--lr is nan; it must be finite and above 0."),
         Case("an infinite learning rate", f"{TRAIN} --lr inf", 1, "--lr is inf; it must be finite and above 0."),

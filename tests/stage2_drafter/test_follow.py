@@ -1,0 +1,405 @@
+"""Training while the store grows: rounds, waits, resumes from the ledger, and segments that are consumed."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_train.errors import InputError
+from dflash_train.stage2_drafter import follow
+from dflash_train.stage2_drafter import train as train_module
+from dflash_train.stage2_drafter import trainer as trainer_module
+from dflash_train.stage2_drafter.checkpoint import newest_checkpoint
+from dflash_train.stage2_drafter.config import TrainConfig
+from dflash_train.stage2_drafter.rank import run_rank
+from dflash_train.stage2_drafter.rows import GrowingSchedule, hash_place, in_fraction
+from dflash_train.stage2_drafter.run_folder import read_metrics, read_rounds
+from dflash_train.store import consumed
+from dflash_train.store.consumed import consumer_lock, read_consumed
+from dflash_train.store.files import Files
+from dflash_train.store.manifest import StoreError
+from dflash_train.store.opened import list_segments
+from dflash_train.store.plan import Plan, write_plan
+from dflash_train.store.reader import StoreReader
+from dflash_train.store.verify import verify_store
+
+MakeConfig = Callable[..., TrainConfig]
+MakeStore = Callable[..., Path]
+LENGTHS = (23, 31, 9, 40, 17, 28, 12, 36, 30, 21, 44, 13, 19, 27, 38, 11, 25, 33, 16, 29, 22, 35, 18, 26)
+TIMES = ("tokens_per_second", "wait_share", "store_wait_seconds")
+
+
+@pytest.fixture(autouse=True)
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "LOOK_SECONDS", 0.0)
+
+
+class GrowingStore:
+    """A store of 24 samples in 8 segments, which come in one by one: moving a segment folder is how stores are merged."""
+
+    def __init__(self, make_store: MakeStore, name: str = "growing.zarr") -> None:
+        self.path = make_store(name, lengths=LENGTHS, segment_samples=3)
+        self.ids = StoreReader(self.path).stored_ids()
+        self._waiting = self.path.with_name(f"{name}.waiting")
+        self._waiting.mkdir()
+        for segment in list_segments(self.path):
+            (self.path / "segments" / segment).rename(self._waiting / segment)
+        self.beat = 0
+        self.say("running")
+
+    @property
+    def left(self) -> list[Path]:
+        return sorted(self._waiting.iterdir())
+
+    def say(self, state: str) -> None:
+        self.beat += 1
+        write_plan(
+            self.path, Plan(samples=24, tokens=sum(LENGTHS), longest=44, state=state, beat=self.beat, run="extract")
+        )
+
+    def grow(self, count: int = 1) -> None:
+        for segment in self.left[:count]:
+            segment.rename(self.path / "segments" / segment.name)
+        if not self.left:
+            self.say("finished")
+
+
+@pytest.fixture
+def growing(make_store: MakeStore) -> GrowingStore:
+    return GrowingStore(make_store)
+
+
+@pytest.fixture
+def grow_while_waiting(growing: GrowingStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Another segment comes whenever the trainer has to wait; the list gets every line of the waits."""
+    said: list[str] = []
+    say = follow.RoundPlanner._say
+
+    def say_and_grow(self: follow.RoundPlanner, plan: Plan | None, live: Any) -> None:
+        say(self, plan, live)
+        growing.grow()
+
+    monkeypatch.setattr(follow.RoundPlanner, "_say", say_and_grow)
+    yield said
+
+
+def run_here(config: TrainConfig, stop_after: int | None = None, crash_after: int | None = None) -> list[str]:
+    lines: list[str] = []
+    asked: list[int] = []
+
+    def stop_requested() -> bool:
+        asked.append(1)
+        if len(asked) == crash_after:
+            raise KeyboardInterrupt
+        return stop_after is not None and len(asked) >= stop_after  # the request stays, as a signal does
+
+    run_rank(config, 0, 1, "cpu", "", lines.append, stop_requested)
+    return lines
+
+
+def curve(run: Path) -> list[dict[str, Any]]:
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in read_metrics(run)]
+
+
+def trained_ids(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """Counts, from now on, how often each sample is trained on in steps that are taken."""
+    counts: Counter[int] = Counter()
+    original = trainer_module.Trainer._train_step
+
+    def counting(self: trainer_module.Trainer, loader: Any, rows: Any) -> Any:
+        first = self.step * config.rows_per_step
+        keys = [self.run.schedule.key(place) for place in range(first, first + config.rows_per_step)]
+        ids = self.run.reader.samples["id"]
+        counts.update(int(ids[i]) for key in keys if key is not None for i in self.run.schedule.samples(key).tolist())
+        return original(self, loader, rows)
+
+    monkeypatch.setattr(trainer_module.Trainer, "_train_step", counting)
+    return counts
+
+
+# -- rounds ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_growing_store_is_trained_on_exactly_as_often_as_epochs_say(
+    growing: GrowingStore, grow_while_waiting: list[str], make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_train_config(
+        growing.path, follow=True, steps=None, epochs=2, save_every=99, evaluate_every=99, holdout=0.3
+    )
+    counts = trained_ids(config, monkeypatch)
+    lines = run_here(config)
+    reader = StoreReader(growing.path)
+    held_out = hash_place(reader.samples["group"]) < config.holdout
+    wanted = dict.fromkeys(reader.samples["id"][~held_out].tolist(), 2)
+    assert held_out.any() and counts == wanted
+    assert lines[0] == "waiting for the store: 0 of 24 samples stored"
+    steps = read_metrics(config.run)
+    rounds = read_rounds(config.run)
+    assert rounds[-1].last and rounds[-1].total_steps == len(steps) == newest_checkpoint(config.run).step  # type: ignore[union-attr]
+    assert len({entry.total_steps for entry in rounds}) > 1, "the total is corrected as the store becomes known"
+    assert read_metrics(config.run, "evaluation")[-1]["rows"] > 0
+    assert all(line["store_wait_seconds"] >= 0 for line in steps)
+
+
+def test_resume_while_the_store_grows_repeats_the_uninterrupted_run_of_its_ledger(
+    growing: GrowingStore, grow_while_waiting: list[str], make_train_config: MakeConfig
+) -> None:
+    options: dict[str, Any] = {"follow": True, "steps": 14, "save_every": 3, "evaluate_every": 2, "holdout": 0.5}
+    parts = make_train_config(growing.path, run="parts", **options)
+    run_here(parts, stop_after=5)
+    growing.grow(2)
+    with pytest.raises(KeyboardInterrupt):
+        run_here(parts, crash_after=7)
+    growing.grow(1)
+    run_here(parts)
+    whole = make_train_config(growing.path, run="whole", **options)
+    whole.run.mkdir()
+    (whole.run / "ledger.jsonl").write_bytes((parts.run / "ledger.jsonl").read_bytes())
+    run_here(whole)
+    assert read_metrics(whole.run, "evaluation")[-1]["rows"] > 0
+    assert len(curve(whole.run)) == 14 and curve(parts.run) == curve(whole.run)
+    assert read_metrics(parts.run, "evaluation") == read_metrics(whole.run, "evaluation")
+    names = newest_checkpoint(parts.run), newest_checkpoint(whole.run)
+    assert all(checkpoint is not None and checkpoint.state().rounds for checkpoint in names)
+    one, two = (checkpoint.masters() for checkpoint in names if checkpoint is not None)
+    assert all((one[name] == two[name]).all() for name in one)
+
+
+def test_a_stop_while_waiting_saves_and_the_next_start_goes_on(
+    growing: GrowingStore, make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_train_config(growing.path, follow=True, steps=5, save_every=99, evaluate_every=99, holdout=0.3)
+    run_here(config, stop_after=3)
+    assert newest_checkpoint(config.run).step == 0  # type: ignore[union-attr]
+    growing.grow(1)  # 3 samples: 2 rows at most
+    lines = run_here(config, stop_after=40)
+    stopped = newest_checkpoint(config.run)
+    assert stopped is not None and 0 < stopped.step < 5
+    assert any(line.startswith("waiting for the store: 3 of 24 samples stored") for line in lines)
+    growing.grow(9)
+    run_here(config)
+    assert newest_checkpoint(config.run).step == 5  # type: ignore[union-attr]
+
+
+def test_the_end_of_an_extract_is_noticed_and_said(growing: GrowingStore, make_train_config: MakeConfig) -> None:
+    config = make_train_config(growing.path, follow=True)
+    lines: list[str] = []
+    now = [0.0]
+    following = follow.Following(config, StoreReader(growing.path), [], 0)
+    planner = follow.RoundPlanner(following, lines.append, clock=lambda: now[0])
+    for state, seconds in (("running", 1), ("running", 40), ("running", 1), ("stopped", 1), ("failed", 1)):
+        now[0] += seconds
+        if seconds == 1 and state != "running":
+            growing.say(state)
+        assert planner.look(0, urgent=True) == []
+    assert [line.partition(";")[2].strip() for line in lines] == [
+        "",
+        "the extract has given no sign of life for 30 s: start it again to go on, or Ctrl-C to stop here with a checkpoint",
+        "the extract was stopped: start it again to go on, or Ctrl-C to stop here with a checkpoint",
+        "the extract failed: start it again to go on, or Ctrl-C to stop here with a checkpoint",
+    ]
+
+
+def test_growing_schedule_has_the_rows_of_its_rounds_in_order() -> None:
+    schedule = GrowingSchedule(seed=1, row_tokens=8)
+    schedule.add(3, last=False)
+    schedule.add([np.array([4]), np.array([5, 6])], last=False)
+    schedule.add([], last=False)
+    assert (schedule.covers(5), schedule.covers(6)) == (True, False)
+    schedule.add([np.array([7])], last=True)
+    assert [schedule.key(place) for place in range(3, 7)] == [(1, 0, False), (1, 1, False), (3, 0, False), None]
+    assert schedule.samples(schedule.key(4)).tolist() == [5, 6]  # type: ignore[arg-type]
+    assert schedule.ends() == [3, 5, 5, 6]
+    schedule.forget(5)
+    assert schedule.samples(schedule.key(5)).tolist() == [7]  # type: ignore[arg-type]
+
+
+# -- consumption -------------------------------------------------------------------------------------------------------
+
+
+def test_consumed_segments_go_once_a_checkpoint_is_behind_their_passes(
+    growing: GrowingStore, grow_while_waiting: list[str], make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_train_config(
+        growing.path, follow=True, consume=2, steps=None, save_every=4, evaluate_every=99, holdout=0.3
+    )
+    counts = trained_ids(config, monkeypatch)
+    groups = {}
+    most = [0]
+    remove = follow.remove_consumed
+
+    def remove_and_look(following: follow.Following, due: Any) -> None:
+        newest = newest_checkpoint(config.run)
+        assert newest is not None
+        done = newest.step * config.rows_per_step
+        ends = following.schedule.ends()
+        for name in due:
+            last = [end for entry, end in zip(following.rounds, ends, strict=True) if name in entry.segments][1]
+            assert last <= done, "both passes lie before the checkpoint"
+            table = following.reader.entry(name).samples
+            groups.update(dict(zip(table[:, 0].tolist(), table[:, 1].tolist(), strict=True)))
+        most[0] = max(most[0], len(list_segments(config.store_folder)))
+        remove(following, due)
+
+    monkeypatch.setattr(trainer_module, "remove_consumed", remove_and_look)
+    run_here(config)
+    record = read_consumed(growing.path)
+    assert record.ids == growing.ids, "every sample counts as done"
+    assert most[0] <= 6, "the store stayed bounded"
+    held_out = {identity for identity, group in groups.items() if hash_place(np.array([group]))[0] < 0.3}
+    assert held_out and counts == dict.fromkeys(growing.ids - held_out, 2)
+    left = StoreReader(growing.path)
+    assert left.stored_ids() == held_out, "held-out samples were copied"
+    assert {source.get("copied") for source in left.sources()} == {follow.COPY_SOURCE}
+    assert verify_store(growing.path).problems == []
+    evaluations = read_metrics(config.run, "evaluation")
+    assert evaluations[-1]["rows"] >= evaluations[0]["rows"] > 0
+
+
+@pytest.mark.parametrize("crash", ["copy_held_out", "write_file", "rename", "remove_tree", "remove_consumed"])
+def test_a_kill_around_a_removal_loses_and_doubles_nothing(
+    growing: GrowingStore,
+    grow_while_waiting: list[str],
+    make_train_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    crash: str,
+) -> None:
+    """The process ends at the second call of a step of the removal; then the run goes on."""
+    config = make_train_config(
+        growing.path, follow=True, consume=2, steps=None, save_every=2, evaluate_every=99, holdout=0.3
+    )
+
+    class Killed(BaseException):
+        pass
+
+    calls = [0]
+
+    def dying(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == 2:
+                raise Killed
+            return original(*arguments, **keywords)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        if crash == "copy_held_out":
+            patched.setattr(follow.Following, crash, dying(follow.Following.copy_held_out))
+        elif crash == "remove_consumed":
+            patched.setattr(trainer_module, "remove_consumed", dying(follow.remove_consumed))
+        else:
+            patched.setattr(consumed, "Files", type("Files", (Files,), {crash: dying(getattr(Files, crash))}))
+        with pytest.raises(Killed):
+            run_here(config)
+    counts = trained_ids(config, monkeypatch)
+    before = newest_checkpoint(config.run)
+    assert before is not None
+    run_here(config)
+    assert read_consumed(growing.path).ids == growing.ids
+    rounds = read_rounds(config.run)
+    passes = Counter(name for entry in rounds for name in entry.segments)
+    assert set(passes.values()) == {2}
+    assert sum(line["tokens"] for line in read_metrics(config.run)) == sum(entry.tokens for entry in rounds)
+    assert max(counts.values()) <= 2
+    assert verify_store(growing.path).problems == []
+    finished = newest_checkpoint(config.run)
+    assert finished is not None and finished.step == len(read_metrics(config.run)) == rounds[-1].total_steps
+
+
+def test_only_one_consumes_a_store(growing: GrowingStore) -> None:
+    with (
+        consumer_lock(growing.path),
+        pytest.raises(StoreError, match="is consumed by process"),
+        consumer_lock(growing.path),
+    ):
+        pass
+
+
+def test_a_record_of_consumed_samples_guards_itself(growing: GrowingStore) -> None:
+    growing.grow(1)
+    reader = StoreReader(growing.path)
+    name = reader.segment_ids[0]
+    entry = reader.entry(name)
+    consumed.remove_segments(growing.path, {name: (entry.samples, [{"id": None, "row": 3, "reason": "empty"}])})
+    assert list_segments(growing.path) == []
+    found = read_consumed(growing.path)
+    assert found.ids == set(entry.samples[:, 0].tolist()) and found.quarantined[0]["row"] == 3
+    path = growing.path / "consumed" / f"{name}.json"
+    path.write_bytes(path.read_bytes().replace(b"empty", b"emptx"))
+    with pytest.raises(StoreError, match=r"json is damaged \(its crc32c does not fit\)"):
+        read_consumed(growing.path)
+
+
+# -- fraction ----------------------------------------------------------------------------------------------------------
+
+
+def test_fractions_are_nested_and_leave_the_held_out_alone(
+    make_store: MakeStore, make_train_config: MakeConfig
+) -> None:
+    from dflash_train.stage2_drafter.preparation import prepare_run
+
+    ids = np.random.default_rng(0).integers(0, 2**63, 4000)
+    small, large = in_fraction(ids, 0.2), in_fraction(ids, 0.5)
+    assert (large >= small).all() and in_fraction(ids, 1.0).all()
+    assert abs(small.mean() - 0.2) < 0.02 and abs(large.mean() - 0.5) < 0.03
+    store = make_store(lengths=LENGTHS)
+    whole, half = (prepare_run(make_train_config(store, fraction=share)) for share in (1.0, 0.5))
+    assert 0 < half.num_training < whole.num_training
+    assert [row.tolist() for row in half.holdout.rows] == [row.tolist() for row in whole.holdout.rows]
+    with pytest.raises(InputError, match=r"--fraction 1e-09 leaves none of the 24 samples"):
+        prepare_run(make_train_config(store, fraction=1e-9))
+
+
+def test_two_stores_train_as_their_merger_does(make_store: MakeStore, make_train_config: MakeConfig) -> None:
+    whole = make_store("whole.zarr", lengths=LENGTHS, segment_samples=3)
+    half = make_store("half.zarr", lengths=LENGTHS, segment_samples=3)
+    first, second = make_train_config(whole, run="merged", steps=4), whole.with_name("second.zarr")
+    run_here(first)
+    for number, (mine, other) in enumerate(zip(list_segments(whole), list_segments(half), strict=True)):
+        gone = whole / "segments" / mine if number >= 4 else half / "segments" / other
+        gone.rename(whole.with_name(f"gone-{number}"))
+    half.rename(second)
+    joined = make_train_config(whole, run="joined", steps=4, more_stores=(second,))
+    run_here(joined, stop_after=2)
+    run_here(joined)
+    assert curve(joined.run) == curve(first.run)
+    with pytest.raises(InputError, match="--follow is for one growing store, but 2 are given"):
+        make_train_config(whole, more_stores=(second,), follow=True)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_does_not_change_between_following_and_not(
+    growing: GrowingStore, grow_while_waiting: list[str], make_train_config: MakeConfig
+) -> None:
+    growing.grow(9)
+    run_here(make_train_config(growing.path, steps=2))
+    with pytest.raises(InputError, match="began without --follow"):
+        run_here(make_train_config(growing.path, steps=4, follow=True))
+    run_here(make_train_config(growing.path, run="other", steps=2, follow=True))
+    with pytest.raises(InputError, match="--follow is False, the checkpoint has True"):
+        run_here(make_train_config(growing.path, run="other", steps=4))
+
+
+def test_a_store_that_nobody_makes_is_not_waited_for(
+    make_train_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_module, "GRACE_SECONDS", 0.0)
+    config = make_train_config(tmp_path / "nowhere", follow=True)
+    with pytest.raises(StoreError, match="nowhere is not there"):
+        train_module.train(config, report=lambda line: None)
+    assert not config.run.exists()
+
+
+def test_options_that_do_not_fit_are_refused(make_train_config: MakeConfig, growing: GrowingStore) -> None:
+    with pytest.raises(InputError, match="--consume 2 removes data"):
+        make_train_config(growing.path, consume=2)
+    with pytest.raises(InputError, match="Both --consume 2 and --epochs 3"):
+        make_train_config(growing.path, consume=2, epochs=3, steps=None, follow=True)
+    with pytest.raises(InputError, match="The longest sample has 44 tokens, --row-tokens is 40"):
+        run_here(make_train_config(growing.path, follow=True, row_tokens=40))
