@@ -1,4 +1,5 @@
-"""Greedy decoding with the target alone, and with a drafter: the second must give what the first gives.
+"""Decoding with the target alone, and with a drafter: greedily the second gives what the first gives, and at a temperature
+tokens of the same distribution (sampling.py).
 
 One round of speculative decoding: the drafter fills a block [last token, mask, …] in one forward; the target reads the
 block in one forward; the drafts that equal the target's own choices are kept, and its choice after them (the bonus
@@ -13,7 +14,7 @@ Shapes: P prompt tokens, K block size (anchor included), L tapped target layers,
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -23,9 +24,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dflash_train.errors import InputError
+from dflash_train.speculate.sampling import Chooser, Sampling, answer_seed
 from dflash_train.speculate.target_cache import TargetCache
 from dflash_train.stage1_target.target import Target
 from dflash_train.stage2_drafter.drafter import Drafter, DrafterCache
+
+GREEDY = Sampling()
+
+
+class Interrupted(Exception):
+    """Somebody asked to stop; the answer under way is dropped."""
+
+
+def never() -> bool:
+    return False
 
 
 @dataclass(frozen=True)
@@ -89,20 +101,30 @@ class HiddenStateTaps:
 
 
 def plain_decode(
-    target: Target, prompt_ids: Sequence[int], max_new_tokens: int, stop_ids: Collection[int] = ()
+    target: Target,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    stop_ids: Collection[int] = (),
+    *,
+    sampling: Sampling = GREEDY,
+    seed: int = 0,
+    stop: Callable[[], bool] = never,
 ) -> DecodeResult:
-    """Decode greedily with the target's cache, one token a forward."""
+    """Decode with the target's cache, one token a forward. Raises Interrupted once `stop` says so."""
     _check_request(prompt_ids, max_new_tokens)
     result = DecodeResult()
+    chooser = Chooser(sampling, answer_seed(seed, prompt_ids, "plain"), target.device)
     with torch.inference_mode():
         started = time.perf_counter()
         cache = TargetCache(target.model)
-        token = cache.run(_token_tensor(prompt_ids, target)).argmax(dim=-1)
+        token = chooser.choose(cache.run(_token_tensor(prompt_ids, target)))
         result.token_ids.append(int(token))
         result.prefill_seconds = time.perf_counter() - started
         started = time.perf_counter()
         while len(result.token_ids) < max_new_tokens and result.token_ids[-1] not in stop_ids:
-            token = cache.run(token).argmax(dim=-1)
+            if stop():
+                raise Interrupted
+            token = chooser.choose(cache.run(token))
             result.token_ids.append(int(token))
         result.decode_seconds = time.perf_counter() - started
     result.stopped = result.token_ids[-1] in stop_ids
@@ -116,11 +138,15 @@ def speculative_decode(
     max_new_tokens: int,
     stop_ids: Collection[int] = (),
     block_size: int | None = None,
+    *,
+    sampling: Sampling = GREEDY,
+    seed: int = 0,
+    stop: Callable[[], bool] = never,
 ) -> DecodeResult:
-    """Decode greedily, drafting `block_size` - 1 tokens a round (default: the block size of the drafter's config).
+    """Decode, drafting `block_size` - 1 tokens a round (default: the block size of the drafter's config).
 
     Near the length limit the block shrinks. Raises InputError for a block size below 2, and for a target whose cache
-    can neither be cropped nor copied.
+    can neither be cropped nor copied; Interrupted once `stop` says so.
     """
     _check_request(prompt_ids, max_new_tokens)
     block_size = drafter.config.block_size if block_size is None else block_size
@@ -131,12 +157,13 @@ def speculative_decode(
     result = DecodeResult()
     tokens = result.token_ids
     scale = drafter.config.input_embedding_scale
+    chooser = Chooser(sampling, answer_seed(seed, prompt_ids, "speculative"), target.device)
     with torch.inference_mode(), HiddenStateTaps(target.layers, drafter.config.target_layer_ids) as taps:
         started = time.perf_counter()
         cache = TargetCache(target.model, rewindable=True)
         drafter_cache = DrafterCache(drafter.config)
         start = len(prompt_ids)  # position of the last known token, not yet read by the target
-        last = cache.run(_token_tensor(prompt_ids, target)).argmax(dim=-1)
+        last = chooser.choose(cache.run(_token_tensor(prompt_ids, target)))
         tokens.append(int(last))
         features = taps.features(start)
         mask_ids = torch.full((1, block_size - 1), drafter.config.mask_token_id, device=target.device)
@@ -144,17 +171,20 @@ def speculative_decode(
         result.prefill_seconds = time.perf_counter() - started
         started = time.perf_counter()
         while len(tokens) < max_new_tokens and tokens[-1] not in stop_ids:
+            if stop():
+                raise Interrupted
             remaining = max_new_tokens - len(tokens)
             # One slot more than tokens are still wanted, as z-lab does; but nothing to draft for a single token.
             size = min(block_size, remaining + 1) if remaining > 1 else 1
+            proposed = None
             if size > 1:
                 noise = torch.cat((F.embedding(last, target.embed_tokens) * scale, mask_noise[:, : size - 1]), dim=1)
                 positions = torch.arange(start - features.shape[1], start + size, device=target.device)[None]
                 hidden = drafter.draft(features, noise, positions, drafter_cache)
-                drafts = draft_logits(target, drafter, hidden[:, 1:]).argmax(dim=-1)
+                drafts, proposed = chooser.draft(draft_logits(target, drafter, hidden[:, 1:]))
             else:
                 drafts = last[:, :0]
-            choices = cache.run_block(torch.cat((last, drafts), dim=1)).argmax(dim=-1)
+            choices = chooser.verify(drafts, proposed, cache.run_block(torch.cat((last, drafts), dim=1)))
             values = torch.cat((drafts, choices), dim=1)[0].tolist()
             round_, new = _accept(values[: size - 1], values[size - 1 :], remaining, stop_ids)
             result.rounds.append(round_)

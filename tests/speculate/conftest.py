@@ -65,15 +65,20 @@ def model_config(kind: str) -> Any:
             bos_token_id=0,
             eos_token_id=1,
         )
-    assert kind == "qwen3_next"  # three gated-delta-net layers to one of attention
+    hybrid: dict[str, Any] = {  # gated-delta-net layers, and some of attention
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+        "linear_conv_kernel_dim": 3,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    }
+    if kind == "qwen3_5":
+        return transformers.Qwen3_5TextConfig(**shape, **hybrid)
+    assert kind == "qwen3_next"
     return transformers.Qwen3NextConfig(
         **shape,
-        layer_types=["linear_attention", "linear_attention", "full_attention"] * 2,
-        linear_conv_kernel_dim=3,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
+        **hybrid,
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=16,

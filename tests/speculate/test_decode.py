@@ -18,7 +18,7 @@ from dflash_train.stage2_drafter.drafter import Drafter
 
 MakeTarget = Callable[[str], Target]
 MakeDrafter = Callable[..., Drafter]
-KINDS = ["llama", "qwen3", "mistral", "gemma3", "gpt2", "qwen3_next"]
+KINDS = ["llama", "qwen3", "mistral", "gemma3", "gpt2", "qwen3_next", "qwen3_5"]
 
 
 def random_prompt(length: int, vocab_size: int, seed: int) -> list[int]:

@@ -11,7 +11,7 @@ from dflash_train.errors import InputError
 from dflash_train.speculate.target_cache import TargetCache, check_continuation
 from dflash_train.stage1_target.target import Target
 
-KINDS = ["llama", "qwen3", "mistral", "gemma3", "gpt2", "qwen3_next"]
+KINDS = ["llama", "qwen3", "mistral", "gemma3", "gpt2", "qwen3_next", "qwen3_5"]
 
 
 @pytest.mark.parametrize("num_kept", [1, 3, 4])
@@ -38,7 +38,7 @@ def test_rejected_tokens_leave_no_trace(
 
 def test_only_hybrid_targets_are_recurrent(make_tiny_target: Callable[[str], Target]) -> None:
     recurrent = {kind: TargetCache(make_tiny_target(kind).model).is_recurrent for kind in KINDS}
-    assert recurrent == {kind: kind == "qwen3_next" for kind in KINDS}
+    assert recurrent == {kind: kind in ("qwen3_next", "qwen3_5") for kind in KINDS}
 
 
 @pytest.mark.parametrize("kind", KINDS)
