@@ -10,15 +10,19 @@ import click
 
 from dflash_train.commands.options import (
     chat_template_arguments_of,
-    data_options,
+    check_picture,
     json_option,
-    one_gpu_option,
     output_option,
+    sampling_options,
     target_options,
-    use_one_device,
+    template_option,
+    use_devices,
 )
 from dflash_train.commands.recipe import write_recipe
-from dflash_train.commands.terminal import Terminal, progress_options, show
+from dflash_train.commands.terminal import Terminal, fail, progress_options, show
+
+INTERRUPTED = 130
+"""Exit status of a shell's command that Ctrl-C ended."""
 
 
 @click.command()
@@ -26,12 +30,45 @@ from dflash_train.commands.terminal import Terminal, progress_options, show
 @click.option(
     "--drafter", required=True, type=click.Path(path_type=Path), help="Drafter folder, or a run (its newest)."
 )
-@data_options
-@one_gpu_option
-@click.option("--max-prompts", default=32, show_default=True, help="Prompts from the start of the data; 0 for all.")
-@click.option("--max-new-tokens", default=256, show_default=True, help="Tokens to decode for each prompt.")
+@click.option(
+    "--data",
+    required=True,
+    multiple=True,
+    help="gsm8k, math500, humaneval, mbpp or mt-bench from the hub (gsm8k=FILE: a copy of it); or a file, folder or hub "
+    "name, as in extract. May be given several times.",
+)
+@click.option("--split", default="train", show_default=True, help="Split of data that is no such name.")
+@template_option
+@click.option(
+    "--gpus",
+    metavar="LIST",
+    help="GPUs that share the prompts, as nvidia-smi numbers them: 0 or 0-3; or cpu, or cpu:2. Default: the first.",
+)
+@click.option(
+    "--max-prompts", default=32, show_default=True, help="Prompts from the start of each data set; 0 for all."
+)
+@click.option(
+    "--max-turns", default=2, show_default=True, help="Turns of each prompt, the target's own answers between them."
+)
+@click.option("--max-new-tokens", default=256, show_default=True, help="Tokens to decode for each turn.")
 @click.option("--block-size", type=int, help="Block size, anchor included. Default: the drafter's.")
+@sampling_options
 @click.option("--plain/--no-plain", "compare_plain", default=True, help="Decode without the drafter too, and compare.")
+@click.option(
+    "--reference", is_flag=True, help="Decode with z-lab's package (PyPI dflash) too, and compare the tokens."
+)
+@click.option(
+    "--allow-trained-prompts",
+    is_flag=True,
+    help="Measure on prompts of the drafter's training data as well, instead of leaving them out.",
+)
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=check_picture,
+    metavar="FILE.png",
+    help="Draw acceptance by block position.",
+)
 @json_option
 @output_option
 @progress_options
@@ -40,42 +77,52 @@ def evaluate(
     revision: str | None,
     dtype: str,
     trust_remote_code: bool,
-    data: str,
-    split: str,
+    data: tuple[str, ...],
     chat_template_arguments: str,
     gpus: str | None,
     max_prompts: int,
+    plot: Path | None,
     as_json: bool,
     output: Path | None,
     **fields: Any,
 ) -> None:
     """Measure acceptance length by real speculative decoding.
 
-    Decoding is greedy. Each prompt is the first user turn of a row of --data, with what stands before it. Use prompts that were not trained
-    on. Exit status 1 if the output differs from plain greedy decoding by more than rounding explains.
+    Each prompt is the questions of a row of --data; the target gives the answers. Prompts that the drafter was trained on
+    are left out. At temperature 0 the output is compared with plain decoding; exit status 1 if it differs by more than
+    rounding explains. Ctrl-C ends it with the result of the prompts that are finished.
     """
-    torch_device = use_one_device(gpus)
+    devices = use_devices(gpus)
     from dflash_train.commands.display import EvaluateView
-    from dflash_train.speculate.evaluate import EvaluateConfig, format_evaluation
+    from dflash_train.speculate.evaluate import EvaluateConfig
     from dflash_train.speculate.evaluate import evaluate as run
+    from dflash_train.speculate.evaluation_tables import format_evaluation
     from dflash_train.stage1_target.generation import generation_mismatches
     from dflash_train.stage1_target.target import TargetConfig
 
     config = EvaluateConfig(
         target=TargetConfig(name=target, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code),
         prompts=data,
-        split=split,
         chat_template_arguments=chat_template_arguments_of(chat_template_arguments),
         max_prompts=max_prompts or None,
-        device=torch_device,
+        device=devices[0].torch_device,
         **fields,
     )
     with Terminal(EvaluateView()) as terminal:
-        for warning in generation_mismatches(data, target, config.chat_template_arguments):
-            terminal.report(warning)
-        terminal.report(f"loading {target}")
-        result = run(config, terminal.report)
+        for source in data:
+            for warning in generation_mismatches(source, target, config.chat_template_arguments):
+                terminal.report(warning)
+        result = run(config, terminal.report, devices if len(devices) > 1 else ())
     show(result, format_evaluation(result), as_json, output)
     if output is not None:
         write_recipe(click.get_current_context(), output.with_suffix(".recipe.toml"))
-    sys.exit(result["lossless"] is False)
+    if plot is not None:
+        from dflash_train.speculate.plots import plot_acceptance
+
+        plot_acceptance(result, plot)
+    for failure in result["failures"]:
+        fail(failure)
+    if result["interrupted"]:
+        sys.exit(INTERRUPTED)
+    wrong = result["lossless"] is False or (result["reference"] or {}).get("same") is False
+    sys.exit(wrong or bool(result["failures"]))

@@ -6,12 +6,15 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from dflash_train.errors import InputError
 from dflash_train.store.location import CACHE_BYTES, StoreUrl, beside, parse_store
+
+if TYPE_CHECKING:
+    from dflash_train.machine.launch import Device
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -82,6 +85,14 @@ def target_options(required: bool) -> Callable[[Command], Command]:
     )
 
 
+template_option = click.option(
+    "--chat-template-arguments",
+    default="{}",
+    metavar="JSON",
+    help="""Passed to the chat template, such as '{"enable_thinking": false}'.""",
+)
+
+
 def data_options(command: Command) -> Command:
     """Which conversations, and how the chat template renders them."""
     return options(
@@ -89,12 +100,24 @@ def data_options(command: Command) -> Command:
             "--data", required=True, help="Local json, jsonl, parquet, arrow, a folder of these, or a hub name."
         ),
         click.option("--split", default="train", show_default=True, help="Split of the data set."),
+        template_option,
+    )(command)
+
+
+def sampling_options(command: Command) -> Command:
+    """How a token is chosen."""
+    return options(
         click.option(
-            "--chat-template-arguments",
-            default="{}",
-            metavar="JSON",
-            help="""Passed to the chat template, such as '{"enable_thinking": false}'.""",
+            "--temperature",
+            default=0.0,
+            show_default=True,
+            help="0 is greedy; above, rejection sampling keeps the target's own distribution.",
         ),
+        click.option(
+            "--top-p", default=1.0, show_default=True, help="Only the likeliest tokens up to this probability."
+        ),
+        click.option("--top-k", default=0, show_default=True, help="Only so many of the likeliest tokens; 0 is all."),
+        click.option("--seed", default=0, show_default=True, help="Of what is drawn at a temperature above 0."),
     )(command)
 
 
@@ -125,7 +148,7 @@ def check_name(_context: click.Context, _parameter: click.Parameter, path: Any) 
     return path
 
 
-def _check_output(_context: click.Context, _parameter: click.Parameter, path: Path | None) -> Path | None:
+def check_output(_context: click.Context, _parameter: click.Parameter, path: Path | None) -> Path | None:
     """Refuse a file that could not be written, before the work whose result it is for."""
     place = None if path is None else next(parent for parent in path.absolute().parents if parent.exists())
     if place is not None and not place.is_dir():
@@ -135,12 +158,34 @@ def _check_output(_context: click.Context, _parameter: click.Parameter, path: Pa
     return path
 
 
+def check_picture(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    """Refuse a file that could not be written, or whose name promises another format."""
+    if path is not None and path.suffix.lower() != ".png":
+        raise click.BadParameter(f"{str(path)!r} must end in .png; name another file.")
+    return check_output(context, parameter, path)
+
+
 output_option = click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    callback=_check_output,
+    callback=check_output,
     help="Also write the JSON here.",
 )
+
+
+def use_devices(gpus: str | None) -> list[Device]:
+    """The devices given, by default the first; a single one is made the only one that this process sees.
+
+    Call it before torch is imported. Of several, each is for a process of its own.
+    """
+    from dflash_train.machine.launch import parse_devices, use_device
+
+    devices = parse_devices(gpus)
+    if gpus is None:
+        devices = devices[:1]
+    if len(devices) == 1:
+        use_device(devices[0])
+    return devices
 
 
 def use_one_device(gpus: str | None) -> str:

@@ -107,11 +107,15 @@ def format_recipe(command: click.Command, values: Mapping[str, Any]) -> str:
     lines = [f"[{command.name}]"]
     for key, name in _option_names(command).items():
         value = values.get(name)
-        if key in ("target", "data") and value is not None and Path(value).exists():
-            value = Path(value)
+        if key in ("target", "data") and value is not None:
+            value = [_path_or_name(item) for item in value] if isinstance(value, tuple) else _path_or_name(value)
         if value is not None:
             lines.append(f"{key} = {_toml(value)}")
     return "\n".join(lines) + "\n"
+
+
+def _path_or_name(text: str) -> Path | str:
+    return Path(text) if Path(text).exists() else text
 
 
 def write_recipe(context: click.Context, path: Path) -> None:

@@ -35,7 +35,7 @@ class Difference:
     speculative_token: int | None
     """What speculative decoding gave; None where it had ended."""
     gap: float
-    """Logit of the plain token less that of the speculative one; infinite where one is None."""
+    """Between the logits of the two tokens; infinite where one is None."""
     top2_gap: float
     """Best logit less the second best there."""
     rounding: float
@@ -64,8 +64,8 @@ def first_difference(
         stray = max(float((disturbed - logits).abs().max()) for disturbed in _disturbed_logits(target, read))
         rounding = 2 * max(stray, last_bit)
         gap = float("inf")
-        if position < shorter:
-            gap = float(logits[plain[position]] - logits[speculative[position]])
+        if position < shorter:  # either may be the wrong one
+            gap = abs(float(logits[plain[position]] - logits[speculative[position]]))
     return Difference(
         position=position,
         plain_token=plain[position] if position < len(plain) else None,

@@ -1,48 +1,54 @@
-"""Measure a drafter: real speculative decoding against its target, at temperature 0, one prompt at a time.
+"""Measure a drafter: real speculative decoding against its target, one prompt at a time on each device.
 
 Each prompt is decoded with the drafter and, unless switched off, without it: the first gives acceptance length, the
-pair the speed-up and the proof that the output is the target's own. Training accuracy is no substitute
+pair the speed-up and, at temperature 0, the proof that the output is the target's own. Training accuracy is no substitute
 (reference: SpecForge #455, 70 % accuracy at acceptance length 1.02 after a train/serve mismatch).
+
+Several devices share the prompts, each process with a target and a drafter of its own. What a prompt gives depends on
+the prompt alone, so the numbers do not depend on how many there are; only speeds do, and they are those of one device.
 """
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from dflash_train.errors import InputError
-from dflash_train.speculate.acceptance import acceptance_statistics, speed_statistics
-from dflash_train.speculate.agreement import first_difference
-from dflash_train.speculate.decode import DecodeResult, plain_decode, speculative_decode
+from dflash_train.machine.launch import Device, stop_signals
+from dflash_train.speculate.acceptance import summarise
+from dflash_train.speculate.answering import (
+    Decoding,
+    PromptDecoder,
+    PromptResult,
+    check_reference_target,
+    run_facts,
+)
+from dflash_train.speculate.decode import Interrupted
 from dflash_train.speculate.events import Decoded, Progress
 from dflash_train.speculate.loading import (
     check_drafter_fits,
-    check_drafter_fits_target,
     find_drafter,
     load_drafter,
     load_drafter_config,
+    trained_groups,
 )
-from dflash_train.speculate.target_cache import check_continuation
-from dflash_train.stage1_target.conversations import SURROGATE, Prompt, RowError, read_prompts
+from dflash_train.speculate.prompts import Prompt, PromptSet, name_prompts, read_prompts
+from dflash_train.speculate.sampling import Sampling
+from dflash_train.speculate.zlab import ZlabDrafter, check_reference
 from dflash_train.stage1_target.target import (
-    Target,
     TargetConfig,
     load_model_config,
     load_target,
     load_tokenizer,
-    stop_token_ids,
     text_config,
 )
 from dflash_train.stage1_target.tokenization import ChatRenderer
-from dflash_train.stage2_drafter.drafter import Drafter
-
-if TYPE_CHECKING:
-    from rich.console import Group
+from dflash_train.units import format_count
 
 MOST_BLOCK_SIZE = 1024  # drafters are trained on 4 to 32 and do not generalise to larger blocks
 
@@ -55,31 +61,75 @@ class EvaluateConfig:
     """The target that the drafter was trained for."""
     drafter: Path
     """A drafter's folder in z-lab's format, or a run folder (its newest checkpoint is taken)."""
-    prompts: str
-    """Data set of the prompts: any format of `dflash extract` that has turns; each prompt ends with its first user turn."""
+    prompts: tuple[str, ...]
+    """Data sets of the prompts: of `prompts.BENCHMARKS`, or any format of `dflash extract` that has turns."""
     split: str = "train"
-    """Split of that data set."""
+    """Split of those that are no benchmark."""
     max_prompts: int | None = 32
-    """Prompts to take from the start of the data set; None for all. z-lab's benchmarks take 128."""
+    """Prompts to take from the start of each data set; None for all. z-lab's benchmarks take 128."""
+    max_turns: int = 2
+    """Turns of each prompt that are answered, the target's own answers between them; MT-bench has two."""
     max_new_tokens: int = 256
-    """Tokens to decode for each prompt; z-lab's benchmarks allow 2,048."""
+    """Tokens to decode for each turn; z-lab's benchmarks allow 2,048."""
     block_size: int | None = None
     """Block size K, anchor included; None takes the drafter's. A drafter generalises to smaller blocks, not to larger."""
+    temperature: float = 0.0
+    """0 is greedy; above, drafts and answers are sampled, and answers keep the target's own distribution."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that together reach this probability; 1 is all."""
+    top_k: int = 0
+    """Only so many of the likeliest tokens; 0 is all."""
+    seed: int = 0
+    """Of what is drawn at a temperature above 0."""
     chat_template_arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of the chat template, the same as in extract: thinking against non-thinking halves acceptance."""
     compare_plain: bool = True
     """Whether each prompt is decoded without the drafter too, for the speed-up and the check of equality."""
+    reference: bool = False
+    """Whether z-lab's package decodes each prompt too, to compare token by token."""
+    allow_trained_prompts: bool = False
+    """Whether prompts of the drafter's training data are measured on as well; they flatter it."""
     device: str = "auto"
-    """auto (CUDA where there is one), cpu, or a torch device."""
+    """auto (CUDA where there is one), cpu, or a torch device: where this very process runs, if no devices are given."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "drafter", Path(self.drafter))
-        for name, least in (("max_prompts", 1), ("max_new_tokens", 1), ("block_size", 2)):
+        prompts = (self.prompts,) if isinstance(self.prompts, str) else tuple(self.prompts)
+        object.__setattr__(self, "prompts", prompts)
+        for name, least in (
+            ("max_prompts", 1),
+            ("max_turns", 1),
+            ("max_new_tokens", 1),
+            ("block_size", 2),
+            ("seed", 0),
+        ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InputError(f"--{name.replace('_', '-')} is {value}, but at least {least} is needed.")
         if self.block_size is not None and self.block_size > MOST_BLOCK_SIZE:
             raise InputError(f"--block-size is {self.block_size}, but at most {MOST_BLOCK_SIZE} makes sense.")
+        if self.reference and not self.sampling.is_greedy:
+            raise InputError(
+                f"--reference compares token by token, which --temperature {self.temperature:g} leaves to chance; give one "
+                "of them."
+            )
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen."""
+        return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+
+    @property
+    def decoding(self) -> Decoding:
+        """How prompts are answered."""
+        return Decoding(
+            max_new_tokens=self.max_new_tokens,
+            block_size=self.block_size,
+            sampling=self.sampling,
+            seed=self.seed,
+            chat_template_arguments=self.chat_template_arguments,
+            compare_plain=self.compare_plain,
+        )
 
     def resolve_device(self) -> torch.device:
         """The device to run on. Raises InputError for CUDA where there is none."""
@@ -98,198 +148,147 @@ class EvaluateConfig:
         return device
 
 
-def evaluate(config: EvaluateConfig, progress: Progress | None = None) -> dict[str, Any]:
-    """Load everything, decode every prompt and return a JSON-able report; `progress` gets an event a prompt.
+@dataclass
+class Outcome:
+    """What the devices gave so far."""
 
-    Raises InputError where the drafter does not fit the target (before its weights are loaded), and for prompts that
-    cannot be used.
+    results: list[PromptResult] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Of the first process that was loaded; see `run_facts`."""
+    failures: list[str] = field(default_factory=list)
+    """Processes that died."""
+    interrupted: bool = False
+
+
+def evaluate(
+    config: EvaluateConfig, progress: Progress | None = None, devices: Sequence[Device] = ()
+) -> dict[str, Any]:
+    """Load everything, decode every prompt and return a JSON-able report; `progress` gets notes and an event a prompt.
+
+    One process per device where several are given, else this process. A first SIGINT or SIGTERM while prompts are
+    decoded ends it with the report of those that are finished. Raises InputError where the drafter does not fit the
+    target (before its weights are loaded), for prompts that cannot be used, and where nothing was finished.
     """
-    device = config.resolve_device()
+    report = progress or (lambda event: None)
+    device = None if devices else config.resolve_device()
     folder = find_drafter(config.drafter)
     drafter_config = load_drafter_config(folder)
     model_config = load_model_config(config.target)
     check_drafter_fits(drafter_config, model_config)
-    rows = read_prompts(config.prompts, config.split, config.max_prompts)
-    prompts = encode_prompts(load_tokenizer(config.target), rows, config.chat_template_arguments)
+    if config.reference:
+        check_reference()
+    groups = trained_groups(folder)
     most = getattr(text_config(model_config), "max_position_embeddings", None)
-    fitting = [ids for ids in prompts if most is None or len(ids) + config.max_new_tokens <= most]
-    if not fitting:
-        raise InputError(
-            f"None of the {len(prompts)} prompts of {config.prompts} leaves room for {config.max_new_tokens} new tokens "
-            f"within the target's {most} positions; give shorter prompts or lower --max-new-tokens."
-        )
-    target = load_target(config.target, drafter_config.target_layer_ids, device)
-    drafter = load_drafter(folder, device, target.dtype)
-    result = evaluate_prompts(
-        target,
-        drafter,
-        fitting,
-        max_new_tokens=config.max_new_tokens,
-        stop_ids=stop_token_ids(target),
-        block_size=config.block_size,
-        compare_plain=config.compare_plain,
-        progress=progress,
+    prompt_set = read_prompts(
+        config.prompts,
+        lambda: ChatRenderer(load_tokenizer(config.target), config.chat_template_arguments),
+        split=config.split,
+        limit=config.max_prompts,
+        max_turns=config.max_turns,
+        max_tokens=None if most is None else most - config.max_new_tokens,
+        trained_groups=groups or frozenset(),
+        allow_trained=config.allow_trained_prompts,
+        way_out=", or --allow-trained-prompts to measure on these",
     )
+    for note in training_notes(prompt_set, groups is not None, config.allow_trained_prompts):
+        report(note)
+    prompts, outcome = prompt_set.prompts, Outcome()
+    if devices:
+        from dflash_train.speculate.workers import run_workers
+
+        run_workers(config, folder, prompts, devices, outcome, report)
+    else:
+        assert device is not None
+        report(f"loading {config.target.name}")
+        _run_here(config, folder, prompts, device, outcome, report)
+    if not outcome.results:
+        reason = "; ".join(outcome.failures) or "it was stopped before the first of them"
+        raise InputError(f"No prompt was decoded: {reason.rstrip('.')}. Run it again.")
+    outcome.results.sort(key=lambda result: result.index)
+    block_size = config.block_size or drafter_config.block_size
     return {
         "target": config.target.name,
         "target_revision": config.target.revision,
         "drafter": str(folder),
-        "prompt_source": config.prompts,
+        "prompt_source": ", ".join(config.prompts),
         "prompt_split": config.split,
         "chat_template_arguments": config.chat_template_arguments,
-        "num_skipped_prompts": len(rows) - len(fitting),
-        **result,
-    }
-
-
-def evaluate_prompts(
-    target: Target,
-    drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    stop_ids: Collection[int] = (),
-    block_size: int | None = None,
-    compare_plain: bool = True,
-    progress: Progress | None = None,
-) -> dict[str, Any]:
-    """The measured part of `evaluate`, for a target and a drafter that are loaded already; prompts are token ids."""
-    import transformers
-
-    check_drafter_fits_target(drafter.config, target)
-    check_continuation(target.model, target.vocab_size, target.device)
-    block_size = drafter.config.block_size if block_size is None else block_size
-    if target.device.type == "cuda":  # the first rounds load kernels; on a CPU there is nothing to warm
-        plain_decode(target, prompts[0], min(8, max_new_tokens))
-        speculative_decode(target, drafter, prompts[0], min(2 * block_size, max_new_tokens), block_size=block_size)
-    speculative: list[DecodeResult] = []
-    plain: list[DecodeResult] = []
-    differences: list[dict[str, Any]] = []
-    for index, prompt in enumerate(prompts):
-        speculative.append(speculative_decode(target, drafter, prompt, max_new_tokens, stop_ids, block_size))
-        if compare_plain:
-            plain.append(plain_decode(target, prompt, max_new_tokens, stop_ids))
-            difference = first_difference(target, prompt, plain[-1].token_ids, speculative[-1].token_ids)
-            if difference is not None:
-                differences.append({"prompt": index, **difference.to_json()})
-        if progress is not None:
-            progress(_decoded(speculative, len(prompts)))
-    speeds = {
-        "speculative": speed_statistics(speculative),
-        "plain": speed_statistics(plain) if compare_plain else None,
-    }
-    rates = [speed["tokens_per_second"] if speed else None for speed in speeds.values()]
-    return {
-        "num_prompts": len(prompts),
-        "num_prompt_tokens": sum(map(len, prompts)),
-        "max_new_tokens": max_new_tokens,
-        "block_size": block_size,
-        **acceptance_statistics(speculative, block_size),
-        **speeds,
-        "speedup": rates[0] / rates[1] if rates[0] and rates[1] else None,
-        "num_equal": len(prompts) - len(differences) if compare_plain else None,
-        "differences": differences if compare_plain else None,
-        "lossless": all(entry["within_rounding"] for entry in differences) if compare_plain else None,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else str(target.device),
-        "threads": torch.get_num_threads(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
+        "num_skipped_prompts": prompt_set.num_skipped,
+        "num_planned_prompts": len(prompts),
+        "interrupted": outcome.interrupted,
+        "failures": outcome.failures,
+        "trained_prompts": {
+            "checked": groups is not None,
+            "found": len(prompt_set.trained),
+            "left_out": not config.allow_trained_prompts,
         },
+        "max_new_tokens": config.max_new_tokens,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k,
+        "seed": config.seed,
+        **summarise(outcome.results, block_size, config.compare_plain and config.sampling.is_greedy, config.reference),
+        "num_processes": len(devices) or 1,
+        **outcome.facts,
     }
 
 
-def _decoded(results: Sequence[DecodeResult], num_all: int) -> Decoded:
-    lengths = [length for result in results for length in result.acceptance_lengths]
-    speed = speed_statistics(results)
+def load_decoder(config: EvaluateConfig, folder: Path, device: torch.device | str) -> PromptDecoder:
+    """Load target and drafter, and z-lab's drafter where it is asked for. Raises InputError."""
+    target = load_target(config.target, load_drafter_config(folder).target_layer_ids, device)
+    drafter = load_drafter(folder, target.device, target.dtype)
+    reference = ZlabDrafter(folder, target.device, target.dtype) if config.reference else None
+    decoder = PromptDecoder(target, drafter, config.decoding, reference)
+    if reference is not None:
+        check_reference_target(decoder)
+    return decoder
+
+
+def decoded_event(results: Sequence[PromptResult], num_all: int) -> Decoded:
+    """How far an evaluation is."""
+    turns = [turn.speculative for result in results for turn in result.turns]
+    lengths = [length for turn in turns for length in turn.acceptance_lengths]
+    seconds, num_tokens = sum(turn.decode_seconds for turn in turns), sum(len(turn.token_ids) for turn in turns)
     return Decoded(
         num_prompts=len(results),
         num_all=num_all,
-        num_tokens=speed["num_tokens"],
+        num_tokens=num_tokens,
         acceptance_length=sum(lengths) / len(lengths) if lengths else None,
-        tokens_per_second=speed["tokens_per_second"],
+        tokens_per_second=(num_tokens - len(turns)) / seconds if seconds and num_tokens > len(turns) else None,
     )
 
 
-def encode_prompts(
-    tokenizer: Any, prompts: Sequence[Prompt], chat_template_arguments: dict[str, Any]
-) -> list[list[int]]:
-    """Token ids of each prompt under the target's chat template, with the opening of the assistant's turn.
-
-    Prompts that the template refuses are left out. Raises InputError where it refuses all, or there is no template.
-    """
-    renderer = ChatRenderer(tokenizer, chat_template_arguments)
-    texts: list[str] = []
-    refusal: RowError | None = None
-    for prompt in prompts:
-        try:
-            text = renderer.render(prompt.messages, prompt.tools, add_generation_prompt=True)
-            text.encode()
-            texts.append(text)
-        except UnicodeEncodeError:
-            refusal = RowError(SURROGATE)
-        except RowError as error:
-            refusal = error
-    if refusal is not None and not texts:
-        raise InputError(f"No prompt can be put to the target: {refusal}. Give other prompts or template arguments.")
-    return [list(map(int, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])) for text in texts]
-
-
-def format_evaluation(result: dict[str, Any]) -> Group:
-    """The report of `evaluate` for the terminal, as rich tables."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    def number(value: float | None, digits: int = 2) -> str:
-        return "–" if value is None else f"{value:,.{digits}f}"
-
-    summary = Table(show_header=False, box=None, pad_edge=False)
-    summary.add_row(
-        "acceptance length", f"[bold]{number(result['acceptance_length'])}[/bold]  tokens per target forward"
-    )
-    summary.add_row(
-        "  mean over prompts", f"{number(result['acceptance_length_per_prompt'])}  as z-lab's benchmark averages"
-    )
-    summary.add_row("block size", f"{result['block_size']}  ({result['block_size'] - 1} drafts a round)")
-    summary.add_row("prompts", f"{result['num_prompts']:,}  ({result['num_prompt_tokens']:,} tokens)")
-    summary.add_row("new tokens, rounds", f"{result['speculative']['num_tokens']:,}, {result['num_rounds']:,}")
-    for name in ("speculative", "plain"):
-        if result[name] is not None:
-            summary.add_row(f"{name} decoding", f"{number(result[name]['tokens_per_second'], 1)} tokens/s")
-    if result["speedup"] is not None:
-        summary.add_row("speed-up", f"{number(result['speedup'])} ×")
-    summary.add_row(
-        "run on", f"{result['device']}, {result['dtype']}, transformers {result['versions']['transformers']}"
-    )
-    positions = Table(title="Acceptance by block position", title_justify="left")
-    for title in ("position", "drafted", "accepted", "if reached", "of all rounds", "rounds of this length"):
-        positions.add_column(title, justify="right")
-    positions.add_row("anchor", "", "", "", "", f"{result['histogram'][0]:,}")
-    for entry, count in zip(result["positions"], result["histogram"][1:], strict=True):
-        shares = ["–" if entry[key] is None else f"{entry[key]:.1%}" for key in ("conditional", "cumulative")]
-        positions.add_row(
-            str(entry["position"]), f"{entry['num_drafted']:,}", f"{entry['num_accepted']:,}", *shares, f"{count:,}"
+def training_notes(prompt_set: PromptSet, checked: bool, allowed: bool) -> Iterator[str]:
+    """What to say about prompts that the drafter was trained on."""
+    trained = prompt_set.trained
+    if not checked:
+        yield (
+            "whether prompts are in the drafter's training data is not checked: its folder does not list what it was "
+            "trained on (trainer/groups.npy of a checkpoint)"
         )
-    return Group(summary, Text(), positions, Text(), Text(_agreement_text(result)))
+    elif trained:
+        what = "measured on all the same, which flatters the drafter" if allowed else "left out"
+        yield (
+            f"warning: {format_count(len(trained), 'prompt')} of the data are in the drafter's training data and {what}: "
+            f"{name_prompts(trained)}"
+        )
 
 
-def _agreement_text(result: dict[str, Any]) -> str:
-    """Sentences on whether the output equals plain greedy decoding."""
-    differences = result["differences"]
-    if differences is None:
-        return "Not compared with plain greedy decoding."
-    if not differences:
-        return f"Output equals plain greedy decoding on all {result['num_prompts']:,} prompts."
-    first = differences[0]
-    verdict = "a tie that rounding flipped" if first["within_rounding"] else "NOT explained by rounding"
-    num_errors = sum(not entry["within_rounding"] for entry in differences)
-    gap = "no gap (one output ended)" if first["gap"] is None else f"gap {first['gap']:.3g}"
-    return (
-        f"Output differs from plain greedy decoding on {len(differences):,} of {result['num_prompts']:,} prompts, "
-        f"{num_errors:,} of them not explained by rounding. First: prompt {first['prompt']}, new token "
-        f"{first['position']}: plain {first['plain_token']}, speculative {first['speculative_token']}, {gap} between "
-        f"their logits (best two: {first['top2_gap']:.3g}), rounding explains {first['rounding']:.3g}: {verdict}."
-    )
+def _run_here(
+    config: EvaluateConfig,
+    folder: Path,
+    prompts: Sequence[Prompt],
+    device: torch.device,
+    outcome: Outcome,
+    report: Progress,
+) -> None:
+    decoder = load_decoder(config, folder, device)
+    outcome.facts = run_facts(decoder)
+    decoder.warm_up(prompts[0])
+    with stop_signals() as stop:
+        decoder.stop = stop.is_set
+        with suppress(Interrupted):
+            for index, prompt in enumerate(prompts):
+                outcome.results.append(decoder.run(index, prompt))
+                report(decoded_event(outcome.results, len(prompts)))
+        outcome.interrupted = len(outcome.results) < len(prompts)

@@ -17,7 +17,8 @@ class Decoded:
     acceptance_length: float | None
     """Over all rounds so far; None where there was none."""
     tokens_per_second: float | None
-    """Of speculative decoding, without reading the prompts."""
+    """Of speculative decoding on one device, without reading the prompts."""
 
 
-Progress = Callable[[Decoded], None]
+Progress = Callable[[Decoded | str], None]
+"""Takes events, and notes as text."""

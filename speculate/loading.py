@@ -13,7 +13,13 @@ import torch
 
 from dflash_train.errors import InputError
 from dflash_train.stage1_target.target import Target, text_config
-from dflash_train.stage2_drafter.checkpoint import CONFIG_FILE, WEIGHTS_FILE, find_drafter, load_drafter_config
+from dflash_train.stage2_drafter.checkpoint import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    find_drafter,
+    load_drafter_config,
+    read_groups,
+)
 from dflash_train.stage2_drafter.drafter import Drafter, DrafterConfig
 from dflash_train.stage2_drafter.drafter import load_drafter as load_checkpoint
 
@@ -36,6 +42,12 @@ def load_drafter(path: Path, device: torch.device | str, dtype: torch.dtype) -> 
     """
     drafter = load_checkpoint(find_drafter(path), dtype)
     return drafter.to(device).requires_grad_(False).eval()
+
+
+def trained_groups(folder: Path) -> frozenset[int] | None:
+    """Groups of the conversations that the drafter in `folder` was trained on; None where its folder does not say."""
+    groups = read_groups(folder)
+    return None if groups is None else frozenset(groups.tolist())
 
 
 def check_drafter_fits(config: DrafterConfig, model_config: Any) -> None:

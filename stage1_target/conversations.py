@@ -5,7 +5,6 @@ row into quarantine with that reason. Nothing is repaired that would change what
 matter is normalised (nulls, text given in parts, tool-call arguments given as a JSON string, leading ShareGPT answers).
 """
 
-import contextlib
 import itertools
 import json
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_train.errors import InputError
-from dflash_train.stage1_target.sources import Row, open_source
+from dflash_train.stage1_target.sources import Row
 from dflash_train.store.manifest import hash_id
 
 Message = dict[str, Any]
@@ -57,15 +56,6 @@ class Conversation:
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """The messages up to and including the first user turn."""
-
-    messages: list[Message]
-    tools: list[dict[str, Any]] | None
-    group: int
 
 
 def detect_format(source: str, columns: list[str]) -> str:
@@ -114,39 +104,6 @@ def first_turn_group(messages: list[Message]) -> int:
     """
     first = next((message for message in messages if message["role"] == "user"), messages[0])
     return hash_id(message_text(first).encode())
-
-
-def read_prompts(source: str, split: str = "train", limit: int | None = None) -> list[Prompt]:
-    """Prompts to evaluate with: of each row the messages up to its first user turn, at most `limit`.
-
-    Rows without a user turn, and rows that cannot be parsed, are skipped before the limit counts.
-    Raises InputError if the format has no turns or no row has one.
-    """
-    columns, rows = peek_columns(source, open_source(source, split).rows())
-    formats = {name: FORMATS[name] for name in CONVERSATION_FORMATS} | PROMPT_FORMATS
-    format_name = next((name for name, needed in formats.items() if set(needed) <= set(columns)), None)
-    if format_name is None:
-        raise InputError(
-            f"The columns of {source} are {', '.join(columns)}; prompts need turns: `messages`, `conversations`, "
-            f"`prompt` or `turns`. Give a data set that has one of them."
-        )
-    prompts: list[Prompt] = []
-    for row in rows:
-        if limit is not None and len(prompts) >= limit:
-            break
-        try:
-            conversation = parse_conversation(format_name, row)
-        except RowError:
-            continue
-        for position, message in enumerate(conversation.messages):
-            if message["role"] == "user":
-                messages = conversation.messages[: position + 1]
-                with contextlib.suppress(UnicodeEncodeError):
-                    prompts.append(Prompt(messages, conversation.tools, first_turn_group(messages)))
-                break
-    if not prompts and limit != 0:
-        raise InputError(f"No row of {source} has a user turn to answer ({format_name} format). Give other data.")
-    return prompts
 
 
 def _parse_messages(value: Any) -> list[Message]:

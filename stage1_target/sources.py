@@ -57,7 +57,7 @@ def open_source(source: str, split: str = "train") -> Source:
         return _files_source(source, [path], path.parent)
     if path.suffix in JSON_SUFFIXES + TABLE_SUFFIXES or not HUB_NAME.fullmatch(source):
         raise InputError(f"{source} does not exist. Give {ACCEPTED}.")
-    return _hub_dataset(source, split)
+    return hub_source(source, split)
 
 
 def without_nulls(value: Any) -> Any:
@@ -228,10 +228,11 @@ def _saved_dataset(source: str, path: Path, split: str) -> Source:
     )
 
 
-def _hub_dataset(source: str, split: str) -> Source:
+def hub_source(source: str, split: str, configuration: str | None = None) -> Source:
+    """A data set on the hub; of those that have several, one configuration. Raises InputError, from what went wrong."""
     with _quiet_datasets() as datasets:
         try:
-            table = datasets.load_dataset(source, split=split)
+            table = datasets.load_dataset(source, *([configuration] if configuration else []), split=split)
         except Exception as error:  # the hub client raises dozens of kinds: network, rights, names, splits, configs
             raise InputError(
                 f"{source} is no local path, and loading it from the hub failed: {_first_line(error)}. Give {ACCEPTED}."

@@ -5,12 +5,14 @@
         trainer/masters.safetensors      fp32 parameters as trained (fc on D⁻¹h or P D⁻¹h)
         trainer/optimizer.safetensors    AdamW's moments
         trainer/state.json               step, options, segment ids, versions, last evaluation
+        trainer/groups.npy               groups of the conversations trained on, so that none of them is evaluated on
         checksums.json                   size and crc32c of all of these, checked when one is read again
 
 A checkpoint is written under a temporary name, fsynced and renamed: a folder `step-…` is whole or absent. Tensors are
 streamed one by one, so saving needs one tensor of extra memory, not a second copy of 16 bytes a parameter.
 """
 
+import io
 import json
 import re
 import struct
@@ -40,6 +42,7 @@ from dflash_train.store.files import Files, write_directory
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+GROUPS = "trainer/groups.npy"
 _NAME = re.compile(r"step-(\d{8,})")
 _TRASH = ".trash-"
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
@@ -122,11 +125,13 @@ def save_checkpoint(
     optimizer: Mapping[str, Tensor],
     encoding: Encoding,
     calibration: Calibration,
+    groups: np.ndarray | None = None,
     files: Files | None = None,
 ) -> Checkpoint:
     """Write run/checkpoints/step-<step> in one transaction; one that is there already is the same and stays.
 
-    masters: fp32 parameters under z-lab's names; calibration, on the CPU: folded into `fc.weight`.
+    masters: fp32 parameters under z-lab's names; calibration, on the CPU: folded into `fc.weight`; groups: int64, of the
+    conversations that are trained on.
     """
     files = files or Files()
     final = run / "checkpoints" / f"step-{state.step:08d}"
@@ -139,6 +144,8 @@ def save_checkpoint(
         "trainer/optimizer.safetensors": safetensors_bytes(optimizer),
         "trainer/state.json": [_json_bytes(state.to_json())],
     }
+    if groups is not None:
+        contents[GROUPS] = [_npy_bytes(groups)]
     sums: dict[str, Checksum] = {}
     summed = {name: _summed(name, parts, sums) for name, parts in contents.items()}
     write_directory(final, {**summed, CHECKSUMS_NAME: _format_when_summed(sums)}, files)
@@ -157,6 +164,21 @@ def _summed(name: str, parts: Iterable[bytes], sums: dict[str, Checksum]) -> Ite
 def _format_when_summed(sums: Mapping[str, Checksum]) -> Iterator[bytes]:
     """The checksums file; written last, when `sums` is complete."""
     yield format_checksums(sums)
+
+
+def read_groups(folder: Path) -> np.ndarray | None:
+    """Groups (int64) of the conversations that the drafter in `folder` was trained on; None where it does not list them."""
+    if not (folder / GROUPS).is_file():
+        return None
+    try:
+        check_file(folder, GROUPS)
+        groups: np.ndarray = np.load(folder / GROUPS, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{folder / GROUPS} cannot be read: {str(error).rstrip('.')}. Restore it, or remove it to go without the check "
+            "that no prompt was trained on."
+        ) from error
+    return groups
 
 
 def check_file(folder: Path, name: str) -> None:
@@ -225,19 +247,30 @@ def newest_checkpoint(run: Path) -> Checkpoint | None:
 
 
 def best_checkpoint(run: Path) -> Checkpoint | None:
-    """The checkpoint with the largest held-out acceptance length; None where none was evaluated."""
+    """The checkpoint with the largest acceptance length, by real decoding where there was any; None where none was evaluated."""
     scored = [(evaluation_score(checkpoint), checkpoint) for checkpoint in list_checkpoints(run)]
     known = [(score, checkpoint) for score, checkpoint in scored if score is not None]
     return max(known, key=lambda item: item[0])[1] if known else None
 
 
-def evaluation_score(checkpoint: Checkpoint) -> float | None:
+def evaluation_score(checkpoint: Checkpoint) -> tuple[bool, float] | None:
+    """Whether the checkpoint was measured by real decoding, and its acceptance length by that, else as estimated.
+
+    So of a run some of whose checkpoints were measured, only those compete.
+    """
     try:
-        evaluation = checkpoint.state().evaluation
+        return score_of(checkpoint.state().evaluation)
     except InputError:
         return None
-    score = None if evaluation is None else evaluation["acceptance_length"]
-    return None if score is None else float(score)  # None as well where the loss was not finite
+
+
+def score_of(evaluation: Mapping[str, Any] | None) -> tuple[bool, float] | None:
+    """The score of an evaluation; see `evaluation_score`."""
+    for name in ("real_acceptance_length", "acceptance_length"):
+        score = (evaluation or {}).get(name)  # None as well where the loss was not finite
+        if score is not None:
+            return name.startswith("real"), float(score)
+    return None
 
 
 def prune_checkpoints(run: Path, keep: int, files: Files | None = None) -> list[Checkpoint]:
@@ -319,6 +352,12 @@ def _remove(path: Path, files: Files) -> None:
 
 def _json_bytes(values: Mapping[str, Any]) -> bytes:
     return (json.dumps(values, indent=2, default=_plain) + "\n").encode()
+
+
+def _npy_bytes(values: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, values, allow_pickle=False)
+    return buffer.getvalue()
 
 
 def _plain(value: Any) -> Any:

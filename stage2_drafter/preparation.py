@@ -44,6 +44,11 @@ class PreparedRun:
     following: Following | None = None
     """Where the store grows: what schedule, held-out rows and total_steps follow from."""
 
+    def training_groups(self) -> np.ndarray:
+        """Groups (int64, ascending, each once) of all that is not held out: no prompt of these is evaluated on."""
+        groups = np.asarray(self.reader.samples["group"], dtype=np.int64)
+        return np.unique(groups[~split_holdout(groups, self.config.holdout)])
+
 
 def prepare_run(
     config: TrainConfig, segments: Sequence[str] | None = None, rounds: Sequence[Round] = (), first_row: int = 0

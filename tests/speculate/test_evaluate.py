@@ -12,9 +12,12 @@ import torch
 from rich.console import Console
 
 from dflash_train.errors import InputError
+from dflash_train.speculate import answering
 from dflash_train.speculate import evaluate as evaluation
+from dflash_train.speculate.answering import Decoding, PromptDecoder, PromptResult
 from dflash_train.speculate.decode import plain_decode, speculative_decode
-from dflash_train.speculate.evaluate import EvaluateConfig, evaluate, format_evaluation
+from dflash_train.speculate.evaluate import EvaluateConfig, evaluate
+from dflash_train.speculate.evaluation_tables import format_evaluation
 from dflash_train.speculate.events import Decoded
 from dflash_train.speculate.loading import load_drafter
 from dflash_train.stage1_target.target import TargetConfig, load_target, stop_token_ids
@@ -86,7 +89,7 @@ def config(target_folder: Path, drafter: Drafter, tmp_path: Path) -> EvaluateCon
     return EvaluateConfig(
         target=TargetConfig(name=str(target_folder), dtype="float32"),
         drafter=save_drafter(drafter, tmp_path / "drafter"),
-        prompts=str(prompts),
+        prompts=(str(prompts),),
         max_new_tokens=12,
         device="cpu",
     )
@@ -99,8 +102,9 @@ def render(result: dict[str, Any]) -> str:
 
 
 def test_report_of_a_random_drafter(config: EvaluateConfig) -> None:
-    seen: list[Decoded] = []
-    result = evaluate(config, seen.append)
+    events: list[Decoded | str] = []
+    result = evaluate(config, events.append)
+    seen = [event for event in events if isinstance(event, Decoded)]
     assert [(event.num_prompts, event.num_all) for event in seen] == [(1, 2), (2, 2)]
     assert seen[-1].acceptance_length == result["acceptance_length"]
     assert seen[-1].num_tokens == result["speculative"]["num_tokens"]
@@ -126,12 +130,12 @@ def test_without_plain_decoding_there_is_no_speedup(config: EvaluateConfig) -> N
 
 
 def test_a_wrong_output_is_reported(config: EvaluateConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def corrupted(*arguments: Any) -> Any:
-        result = speculative_decode(*arguments)
+    def corrupted(*arguments: Any, **settings: Any) -> Any:
+        result = speculative_decode(*arguments, **settings)
         result.token_ids[1] = (result.token_ids[1] + 1) % 400
         return result
 
-    monkeypatch.setattr(evaluation, "speculative_decode", corrupted)
+    monkeypatch.setattr(answering, "speculative_decode", corrupted)
     result = evaluate(config)
     assert result["lossless"] is False
     assert result["differences"][0]["position"] == 1
@@ -145,11 +149,11 @@ def test_the_prompt_is_put_under_the_chat_template(
 ) -> None:
     seen: list[Sequence[int]] = []
 
-    def watched(target: Any, prompt: Sequence[int], *arguments: Any) -> Any:
+    def watched(target: Any, prompt: Sequence[int], *arguments: Any, **settings: Any) -> Any:
         seen.append(prompt)
-        return plain_decode(target, prompt, *arguments)
+        return plain_decode(target, prompt, *arguments, **settings)
 
-    monkeypatch.setattr(evaluation, "plain_decode", watched)
+    monkeypatch.setattr(answering, "plain_decode", watched)
     evaluate(config)
     expected = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     assert tiny_tokenizer.decode(seen[0]) == expected
@@ -226,7 +230,7 @@ def test_values_out_of_range_are_refused(config: EvaluateConfig) -> None:
         replace(config, block_size=1)
     with pytest.raises(InputError, match="--max-new-tokens is 0"):
         replace(config, max_new_tokens=0)
-    with pytest.raises(InputError, match="None of the 3 prompts .* leaves room for 500 new tokens within .* 128"):
+    with pytest.raises(InputError, match="None of the 3 prompts .* leaves room for the new tokens"):
         evaluate(replace(config, max_new_tokens=500))
     with pytest.raises(InputError, match="'gpu' is unknown to torch"):
         replace(config, device="gpu").resolve_device()
@@ -239,4 +243,175 @@ def test_a_loaded_drafter_is_checked_against_the_loaded_target(
     make_tiny_target: Callable[[str], Any], drafter: Drafter
 ) -> None:
     with pytest.raises(InputError, match="vocab_size 400, the target has 11"):
-        evaluation.evaluate_prompts(make_tiny_target("llama"), drafter, [[1]], max_new_tokens=4)
+        PromptDecoder(make_tiny_target("llama"), drafter, Decoding())
+
+
+def write_prompts(folder: Path, *conversations: list[str]) -> str:
+    path = folder / "turns.jsonl"
+    path.write_text("".join(json.dumps({"turns": questions}) + "\n" for questions in conversations))
+    return str(path)
+
+
+def comparable(result: dict[str, Any]) -> Any:
+    """A report without times, and without what says where it was measured."""
+    left_out = {"prefill_seconds", "decode_seconds", "tokens_per_second", "speedup", "num_processes", "threads"}
+    if isinstance(result, dict):
+        return {key: comparable(value) for key, value in result.items() if key not in left_out}
+    return [comparable(item) for item in result] if isinstance(result, list) else result
+
+
+def test_the_answer_of_the_first_turn_goes_into_the_second(
+    config: EvaluateConfig, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Sequence[int]] = []
+
+    def watched(target: Any, drafter: Any, prompt: Sequence[int], *arguments: Any, **settings: Any) -> Any:
+        seen.append(prompt)
+        result = speculative_decode(target, drafter, prompt, *arguments, **settings)
+        result.token_ids = [*tiny_tokenizer("Paris")["input_ids"], 2]
+        result.stopped = True
+        return result
+
+    monkeypatch.setattr(answering, "speculative_decode", watched)
+    prompts = write_prompts(tmp_path, ["What?", "And then?"], ["One question."])
+    result = evaluate(replace(config, prompts=(prompts,), compare_plain=False))
+    assert (result["num_prompts"], result["num_answers"]) == (2, 3)
+    user, assistant, end = "<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>\n"
+    second = f"{user}What?{end}{assistant}Paris{end}{user}And then?{end}{assistant}"
+    assert tiny_tokenizer.decode(seen[1]) == second
+    assert len(seen) == 3
+    monkeypatch.undo()
+    result = evaluate(replace(config, prompts=(prompts,), max_turns=1))
+    assert result["num_answers"] == 2
+    assert "on all 2 prompts" in render(result)
+
+
+def test_data_sets_stand_apart_and_together(config: EvaluateConfig, tmp_path: Path) -> None:
+    gsm8k = tmp_path / "copy.jsonl"
+    gsm8k.write_text(json.dumps({"question": "How many?"}) + "\n")
+    result = evaluate(replace(config, prompts=(*config.prompts, f"gsm8k={gsm8k}"), compare_plain=False))
+    assert [entry["num_prompts"] for entry in result["data_sets"]] == [2, 1]
+    assert sum(entry["num_rounds"] for entry in result["data_sets"]) == result["num_rounds"]
+    text = render(result)
+    assert "By data set" in text
+    assert "gsm8k" in text
+
+
+def test_several_processes_give_the_numbers_of_one_even_if_one_dies(
+    config: EvaluateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers, of which the first to give a result is killed; what it had begun goes to the other."""
+    from dflash_train.machine.launch import ProcessGroup, parse_devices
+
+    prompts = write_prompts(tmp_path, *(["What is", "and", "why"][:n] for n in (1, 3, 2)), ["Count."])
+    config = replace(config, prompts=(prompts,), temperature=0.8, max_turns=3, max_new_tokens=8)
+    alone = evaluate(config)
+    killed: list[int] = []
+    wait = ProcessGroup.wait
+
+    def kill_once(self: ProcessGroup, timeout: float) -> Any:
+        events = wait(self, timeout)
+        for process, message in events:
+            if isinstance(message, PromptResult) and not killed:
+                killed.append(process.pid)
+                process.popen.kill()
+        return events
+
+    monkeypatch.setattr(ProcessGroup, "wait", kill_once)
+    events: list[Decoded | str] = []
+    shared = evaluate(config, events.append, parse_devices("cpu:2"))
+    assert "was killed by SIGKILL" in shared["failures"][0]
+    assert comparable({**shared, "failures": []}) == comparable(alone)
+    assert (alone["num_processes"], shared["num_processes"], shared["num_answers"]) == (1, 2, 7)
+    assert f"2 workers will load {config.target.name}" in events
+    assert sum(isinstance(event, Decoded) for event in events) == 4
+    assert "2 processes, each on cpu" in render(shared)
+
+
+@pytest.mark.parametrize("devices", ["here", "cpu:1"])
+def test_a_signal_leaves_the_result_of_the_finished_prompts(
+    devices: str, config: EvaluateConfig, tmp_path: Path
+) -> None:
+    import os
+    import signal
+
+    from dflash_train.machine.launch import parse_devices
+
+    def stop(event: Decoded | str) -> None:
+        if isinstance(event, Decoded) and event.num_prompts == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    config = replace(config, prompts=(write_prompts(tmp_path, ["a"], ["b"], *[["c"]] * 30),), compare_plain=False)
+    result = evaluate(config, stop, () if devices == "here" else parse_devices(devices))
+    assert result["interrupted"]
+    assert 2 <= result["num_prompts"] < 32
+    assert result["num_planned_prompts"] == 32
+    assert f"Stopped after {result['num_prompts']} of 32 prompts" in render(result)
+
+
+def test_at_a_temperature_speeds_are_compared_and_texts_are_not(config: EvaluateConfig) -> None:
+    result = evaluate(replace(config, temperature=0.7, top_p=0.9, top_k=50, seed=3))
+    assert (result["lossless"], result["differences"]) == (None, None)
+    assert result["speedup"] > 0
+    text = render(result)
+    assert "0.7, top-p 0.9, top-k 50  (rejection sampling, seed 3)" in text
+    assert "their distribution is the target's own" in text
+
+
+def test_prompts_of_the_training_data_are_left_out_and_named(
+    config: EvaluateConfig, drafter: Drafter, tmp_path: Path
+) -> None:
+    import numpy as np
+
+    from dflash_train.stage1_target.conversations import first_turn_group
+
+    notes: list[Any] = []
+    evaluate(replace(config, compare_plain=False), notes.append)
+    assert "is not checked" in notes[0]
+    group = first_turn_group([{"role": "user", "content": "Count from one to ten."}])
+    (config.drafter / "trainer").mkdir()
+    np.save(config.drafter / "trainer" / "groups.npy", np.array([group, 5], dtype=np.int64))
+    notes.clear()
+    result = evaluate(replace(config, compare_plain=False), notes.append)
+    assert "1 prompt of the data are in" in notes[0]
+    assert "«Count from one to ten.»" in notes[0]
+    assert (result["num_prompts"], result["trained_prompts"]) == (1, {"checked": True, "found": 1, "left_out": True})
+    assert "1 that were trained on are left out" in render(result)
+    result = evaluate(replace(config, compare_plain=False, allow_trained_prompts=True), notes.append)
+    assert (result["num_prompts"], result["trained_prompts"]["left_out"]) == (2, False)
+    assert any("flatters the drafter" in note for note in notes if isinstance(note, str))
+    (config.drafter / "trainer" / "groups.npy").write_bytes(b"\x93NUMPY")
+    with pytest.raises(InputError, match=r"groups.npy cannot be read"):
+        evaluate(config)
+
+
+def test_the_picture_is_a_png(config: EvaluateConfig, tmp_path: Path) -> None:
+    from dflash_train.speculate.plots import plot_acceptance
+
+    result = evaluate(replace(config, compare_plain=False))
+    two = {**result, "data_sets": result["data_sets"] * 2}
+    for number, one in enumerate((result, two)):
+        plot_acceptance(one, tmp_path / "new" / f"{number}.png")
+        assert (tmp_path / "new" / f"{number}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_reference_is_z_labs_package(config: EvaluateConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    oracle = Path(__file__).parents[1] / ".oracle"
+    if not (oracle / "dflash").is_dir():
+        pytest.skip("needs z-lab's dflash 0.1.0 in tests/.oracle")
+    monkeypatch.syspath_prepend(str(oracle))
+    result = evaluate(replace(config, reference=True, compare_plain=False, block_size=3))
+    assert result["reference"] == {"num_equal": 2, "differences": [], "same": True}
+    assert "Output equals that of z-lab's package on all 2 prompts." in render(result)
+    monkeypatch.setattr("dflash_train.speculate.zlab.ZlabDrafter.decode", lambda *arguments: [7] * 12)
+    result = evaluate(replace(config, reference=True, compare_plain=False))
+    assert result["reference"]["same"] is False
+    assert "differs from that of z-lab's package on 2 of 2 prompts" in " ".join(render(result).split())
+
+
+def test_a_reference_that_cannot_be_had_is_refused(config: EvaluateConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="--reference compares token by token, which --temperature 0.5 leaves"):
+        replace(config, reference=True, temperature=0.5)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match="pip install --no-deps --target zlab dflash==0.1.0"):
+        evaluate(replace(config, reference=True))

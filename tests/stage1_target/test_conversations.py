@@ -11,9 +11,7 @@ from dflash_train.errors import InputError
 from dflash_train.stage1_target.conversations import (
     RowError,
     detect_format,
-    first_turn_group,
     parse_conversation,
-    read_prompts,
 )
 from dflash_train.stage1_target.sources import open_source
 
@@ -251,27 +249,3 @@ def test_unusable_messages_have_a_reason(messages: list[Any], reason: str) -> No
 def test_sequence_of_structs_is_read_as_turns() -> None:
     row = {"conversations": {"from": ["human", "gpt"], "value": ["q", "a"]}}
     assert parse_conversation("conversations", row).messages[1] == {"role": "assistant", "content": "a"}
-
-
-def test_prompts_end_with_the_first_user_turn_and_share_groups_with_samples(tmp_path: Path) -> None:
-    rows = [
-        {"messages": [{"role": "assistant", "content": "no user"}]},
-        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, *ROWS[0]["messages"]]},
-        *ROWS,
-    ]
-    prompts = read_prompts(str(write_lines(tmp_path / "data.jsonl", rows)), limit=2)
-    assert [prompt.messages[-1]["content"] for prompt in prompts] == ["q", "one"]
-    assert prompts[0].messages[0] == {"role": "system", "content": "s"}
-    assert prompts[1].group == first_turn_group(ROWS[0]["messages"])
-
-
-def test_prompts_need_no_answers(tmp_path: Path) -> None:
-    asked = write_lines(tmp_path / "asked.jsonl", [{"prompt": "half \ud800"}, {"prompt": "q"}])
-    bench = write_lines(tmp_path / "bench.jsonl", [{"question_id": 1, "turns": ["q", "q2"]}])
-    assert read_prompts(str(asked))[0].messages == read_prompts(str(bench))[0].messages
-    with pytest.raises(InputError, match="prompts need turns"):
-        read_prompts(str(write_lines(tmp_path / "text.jsonl", [{"text": "a"}])))
-    with pytest.raises(InputError, match="No row of .* has a user turn"):
-        read_prompts(str(write_lines(tmp_path / "none.jsonl", [{"conversations": []}])))
-    with pytest.raises(InputError, match="holds no rows"):
-        read_prompts(str(write_lines(tmp_path / "empty.jsonl", [])))

@@ -1,0 +1,268 @@
+"""Prompts to evaluate with: rows of data sets, the benchmarks by their names, and never what was trained on.
+
+A prompt is the turns of a conversation without its answers: the target answers the first, and its own answer stands
+before the second. A benchmark's name stands for its data set on the Hugging Face hub and the wording that z-lab's package
+asks it in (dflash 0.1.0, benchmark.py), so that numbers can be compared; `gsm8k=FILE` takes a copy with the same columns.
+
+«Trained on» is decided by group, the hash of the first user turn that `dflash extract` stores with every sample and
+every checkpoint lists: so another answer to a trained question counts as trained on, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dflash_train.errors import InputError
+from dflash_train.stage1_target.conversations import (
+    CONVERSATION_FORMATS,
+    FORMATS,
+    PROMPT_FORMATS,
+    SURROGATE,
+    Message,
+    RowError,
+    first_turn_group,
+    parse_conversation,
+    peek_columns,
+)
+from dflash_train.stage1_target.dialogue import make_dialogue
+from dflash_train.stage1_target.sources import Row, Source, hub_source, open_source
+from dflash_train.stage1_target.tokenization import ChatRenderer
+from dflash_train.store.manifest import hash_id
+
+REASON = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+NUM_NAMED = 3
+"""Prompts that a message quotes."""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A data set on the hub, and how its rows are asked."""
+
+    hub_name: str
+    configuration: str | None
+    split: str
+    column: str
+    wording: str = "{}"
+
+    def turns(self, row: Row) -> list[str]:
+        """The questions of one row: of mt-bench two, else one."""
+        value = row.get(self.column)
+        questions = value if isinstance(value, list) else [value]
+        if not questions or not all(isinstance(question, str) for question in questions):
+            raise RowError(f"no text in {self.column}")
+        return [self.wording.format(question) for question in questions]
+
+
+BENCHMARKS = {
+    "gsm8k": Benchmark("openai/gsm8k", "main", "test", "question", REASON),
+    "math500": Benchmark("HuggingFaceH4/MATH-500", None, "test", "problem", REASON),
+    "humaneval": Benchmark(
+        "openai/openai_humaneval",
+        None,
+        "test",
+        "prompt",
+        "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```",
+    ),
+    "mbpp": Benchmark("google-research-datasets/mbpp", "sanitized", "test", "prompt"),
+    "mt-bench": Benchmark("HuggingFaceH4/mt_bench_prompts", None, "train", "prompt"),
+}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is asked in one conversation."""
+
+    source: str
+    """The data set, as the user named it."""
+    turns: list[list[Message]]
+    """The messages before each answer."""
+    tools: list[dict[str, Any]] | None
+    token_ids: list[int]
+    """The first turn under the chat template, with the opening of the answer."""
+
+    @property
+    def text(self) -> str:
+        """The first user turn, to name the prompt by."""
+        message = next(message for message in self.turns[0] if message["role"] == "user")
+        return str(message.get("content", ""))
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """The groups of a training sample that asks the same: of conversations, and of data given as token ids."""
+        return first_turn_group(self.turns[0]), hash_id(np.asarray(self.token_ids, "<i4").tobytes())
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """The prompts of all data sets, and what was left out."""
+
+    prompts: list[Prompt]
+    trained: list[Prompt]
+    """Left out, or, where that is allowed, taken all the same: they are in the training data."""
+    num_skipped: int
+    """Refused by the chat template, or too long."""
+
+
+def read_prompts(
+    sources: Sequence[str],
+    renderer: Callable[[], ChatRenderer],
+    *,
+    split: str = "train",
+    limit: int | None = None,
+    max_turns: int | None = None,
+    max_tokens: int | None = None,
+    trained_groups: Collection[int] = (),
+    allow_trained: bool = False,
+    way_out: str = "",
+) -> PromptSet:
+    """Of each source the first `limit` prompts with at most `max_turns` turns; the first turn has at most `max_tokens`.
+
+    Prompts of `trained_groups` are left out before the limit counts, unless allowed (`way_out` says how); rows that ask
+    nothing count nowhere. Raises InputError for sources that cannot be read, and where no prompt is left of one.
+    """
+    found, trained, num_skipped = [], [], 0
+    opened = {source: _open(source, split) for source in dict.fromkeys(sources)}
+    chat = renderer()
+    for source, rows in opened.items():
+        taken, known, skipped, longest = 0, [], 0, 0
+        refusal: ValueError | None = None
+        for turns, tools in rows:
+            if limit is not None and taken + skipped >= limit:
+                break
+            try:
+                if not allow_trained and first_turn_group(turns[0]) in trained_groups:  # without rendering it
+                    known.append(Prompt(source, turns, tools, []))
+                    continue
+                prompt = Prompt(source, turns[:max_turns], tools, encode(chat, turns[0], tools))
+            except (RowError, UnicodeEncodeError) as error:  # JSON may escape half a surrogate pair
+                refusal, skipped = error, skipped + 1
+                continue
+            if max_tokens is not None and len(prompt.token_ids) > max_tokens:
+                skipped, longest = skipped + 1, max(longest, len(prompt.token_ids))
+                continue
+            if any(group in trained_groups for group in prompt.groups):
+                known.append(prompt)
+                if not allow_trained:
+                    continue
+            found.append(prompt)
+            taken += 1
+        if not taken:
+            raise InputError(_nothing_left(way_out, source, known, skipped, refusal, longest, max_tokens))
+        trained += known
+        num_skipped += skipped
+    return PromptSet(found, trained, num_skipped)
+
+
+def encode(renderer: ChatRenderer, messages: list[Message], tools: Any) -> list[int]:
+    """Token ids of messages under the chat template, with the opening of an answer.
+
+    Raises RowError, and UnicodeEncodeError for half a surrogate pair, on which tokenizers panic.
+    """
+    text = renderer.render(messages, tools, add_generation_prompt=True)
+    text.encode()
+    return list(map(int, renderer.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]))
+
+
+def name_prompts(prompts: Sequence[Prompt]) -> str:
+    """«first words of one», «of another» and 5 more."""
+    texts = [" ".join(prompt.text.split()) for prompt in prompts[:NUM_NAMED]]
+    named = ", ".join(f"«{text if len(text) <= 50 else text[:49] + '…'}»" for text in texts)
+    more = f" and {len(prompts) - NUM_NAMED:,} more" if len(prompts) > NUM_NAMED else ""
+    return named + more
+
+
+def _nothing_left(
+    way_out: str,
+    source: str,
+    known: Sequence[Prompt],
+    skipped: int,
+    refusal: ValueError | None,
+    longest: int,
+    max_tokens: int | None,
+) -> str:
+    if known:
+        others = f" ({skipped:,} others cannot be used)" if skipped else ""
+        return (
+            f"All prompts of {source} are in the drafter's training data{others}: {name_prompts(known)}; give prompts that "
+            f"were not trained on{way_out}."
+        )
+    if longest:
+        return (
+            f"None of the {skipped:,} prompts of {source} leaves room for the new tokens within the target's positions: the "
+            f"longest prompt has {longest:,} tokens, {max_tokens:,} would do; give shorter prompts or lower "
+            "--max-new-tokens."
+        )
+    if refusal is not None:
+        reason = SURROGATE if isinstance(refusal, UnicodeEncodeError) else refusal
+        return f"No prompt of {source} can be put to the target: {reason}. Give other prompts or template arguments."
+    return f"No row of {source} has a user turn to answer. Give other data."
+
+
+def _open(source: str, split: str) -> Iterator[tuple[list[list[Message]], Any]]:
+    """The turns and tools of each row; what can be said against the source is said before the first one."""
+    name, equals, copy = source.partition("=")
+    benchmark = BENCHMARKS.get(source) or (BENCHMARKS.get(name) if equals else None)
+    if benchmark is not None:
+        data = open_source(copy) if copy else _benchmark_source(source, benchmark)
+        columns, rows = peek_columns(source, data.rows())
+        if benchmark.column not in columns:
+            raise InputError(
+                f"The columns of {copy or benchmark.hub_name} are {', '.join(columns)}; {name} has a column "
+                f"{benchmark.column!r}. Give a copy of {benchmark.hub_name}."
+            )
+        return _benchmark_rows(benchmark, rows)
+    columns, rows = peek_columns(source, open_source(source, split).rows())
+    formats = {one: FORMATS[one] for one in CONVERSATION_FORMATS} | PROMPT_FORMATS
+    format_name = next((one for one, needed in formats.items() if set(needed) <= set(columns)), None)
+    if format_name is None:
+        raise InputError(
+            f"The columns of {source} are {', '.join(columns)}; prompts need turns: `messages`, `conversations`, "
+            f"`prompt` or `turns`. Give a data set that has one of them, or {', '.join(BENCHMARKS)}."
+        )
+    return _conversation_rows(format_name, rows)
+
+
+def _benchmark_source(name: str, benchmark: Benchmark) -> Source:
+    try:
+        return hub_source(benchmark.hub_name, benchmark.split, benchmark.configuration)
+    except InputError as error:
+        reason = str(error.__cause__ or error).strip().split("\n")[0].rstrip(".")
+        raise InputError(
+            f"{name} is {benchmark.hub_name} on the Hugging Face hub, which could not be loaded: {reason}. Run once with "
+            f"network, or give a copy of it: --data {name}=FILE."
+        ) from error
+
+
+def _benchmark_rows(benchmark: Benchmark, rows: Iterator[Row]) -> Iterator[tuple[list[list[Message]], Any]]:
+    for row in rows:
+        try:
+            yield [[{"role": "user", "content": question}] for question in benchmark.turns(row)], None
+        except RowError:
+            continue
+
+
+def _conversation_rows(format_name: str, rows: Iterator[Row]) -> Iterator[tuple[list[list[Message]], Any]]:
+    for row in rows:
+        try:
+            dialogue = make_dialogue(format_name, row)
+            yield dialogue.turns, dialogue.tools
+        except RowError:  # perhaps tools were called: then only the first question is the same for this target
+            try:
+                conversation = parse_conversation(format_name, row)
+            except RowError:
+                continue
+            roles = [message["role"] for message in conversation.messages]
+            if "user" in roles:
+                yield [conversation.messages[: roles.index("user") + 1]], conversation.tools
+
+
+def source_label(source: str) -> str:
+    """A short name for tables and pictures: gsm8k, or the last part of a path."""
+    if source in BENCHMARKS or source.partition("=")[0] in BENCHMARKS:
+        return source.partition("=")[0]
+    return re.split(r"[/\\]", source.rstrip("/\\"))[-1] or source
