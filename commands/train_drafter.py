@@ -92,6 +92,14 @@ from dflash_train.commands.terminal import Terminal, progress_options
 @click.option("--holdout", default=0.02, show_default=True, help="Share of the conversations kept for evaluation.")
 @click.option("--evaluate-every", default=500, show_default=True, help="Steps between held-out evaluations.")
 @click.option("--evaluate-rows", default=32, show_default=True, help="Most rows of one evaluation.")
+@click.option(
+    "--evaluate-target",
+    metavar="TARGET",
+    help="Also measure the real acceptance length at every evaluation, with this target on the first GPU.",
+)
+@click.option("--evaluate-prompts", metavar="DATA", help="Prompts for that, as in `dflash evaluate --data`.")
+@click.option("--evaluate-prompts-limit", default=8, show_default=True, help="Prompts from the start of these.")
+@click.option("--evaluate-new-tokens", default=128, show_default=True, help="Tokens decoded for each of them.")
 @click.option("--save-every", default=1000, show_default=True, help="Steps between checkpoints.")
 @click.option("--keep", default=3, show_default=True, help="Newest checkpoints that stay, beside the best.")
 @click.option("--log-every", default=10, show_default=True, help="Steps between lines on the terminal.")
@@ -132,7 +140,12 @@ def train_drafter(gpus: str | None, allow_busy_gpus: bool, stores: tuple[Path, .
                 write_recipe(context, config.run / "recipe.toml")
             terminal.report(line)
 
-        result = train(config, *recorded_training(report, terminal.report))
+        measurement = None
+        if config.evaluate_target is not None:
+            from dflash_train.speculate.training import RealAcceptance
+
+            measurement = RealAcceptance()
+        result = train(config, *recorded_training(report, terminal.report), measurement)
     place = torchrun_place()
     if place is not None and place.rank != 0:  # one of torchrun's ranks speaks for all
         return

@@ -7,7 +7,7 @@ is rounding: bf16 features are within 0.4 % of their layer's largest value, int8
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 
 from dflash_train.errors import InputError
 from dflash_train.stage1_target.identity import check_target, known_without_weights, refuse_differences
-from dflash_train.stage1_target.target import TargetConfig, load_model_config, load_target, load_tokenizer
+from dflash_train.stage1_target.target import Target, TargetConfig, load_model_config, load_target, load_tokenizer
 from dflash_train.store.location import StoreLocation
 from dflash_train.store.manifest import StoreError, format_id
 from dflash_train.store.reader import StoreReader
@@ -58,12 +58,19 @@ def recompute_samples(
     refuse_differences(path, reader.manifest.differences(replace(reader.manifest, **known)))  # before the weights load
     target = load_target(target_config, layer_ids, device)
     check_target(reader, target, reader.encoding)
+    drawn = np.sort(np.random.default_rng(seed).permutation(len(reader.samples))[:num_samples])
+    return compare_samples(reader, target, drawn.tolist(), progress)
+
+
+def compare_samples(
+    reader: StoreReader, target: Target, drawn: Sequence[int], progress: Callable[[int, int], None] | None = None
+) -> RecomputeReport:
+    """The same for given samples and a loaded target, which must be the store's."""
     encoding, calibration = reader.encoding, reader.calibration
     units = calibration.component_sizes() if encoding.is_projected else torch.ones(1)
     largest = torch.zeros(1 if encoding.is_projected else encoding.num_layers)
-    drawn = np.sort(np.random.default_rng(seed).permutation(len(reader.samples))[:num_samples])
     num_tokens = 0
-    for number, index in enumerate(map(int, drawn), start=1):
+    for number, index in enumerate(drawn, start=1):
         sample = reader.read(index)
         features = torch.from_numpy(sample.features.view(f"i{sample.features.itemsize}"))
         scales = None if sample.scales is None else torch.from_numpy(sample.scales)

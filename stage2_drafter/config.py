@@ -27,6 +27,7 @@ HARMLESS_FIELDS = frozenset(
     ("store", "run", "devices", "steps", "epochs", "save_every", "keep", "evaluate_every", "evaluate_rows")
     + ("log_every", "read_ahead", "direct_io", "cache_folder", "cache_bytes", "bad_step_limit")
     + ("activation_checkpointing", "more_stores")
+    + ("evaluate_target", "evaluate_prompts", "evaluate_prompts_limit", "evaluate_new_tokens")
     + ("num_layers", "block_size", "drafter_config", "mask_token")  # compared as the drafter that they make
 )
 
@@ -101,10 +102,20 @@ class TrainConfig:
     """Steps between held-out evaluations."""
     evaluate_rows: int = 32
     """Most rows of one held-out evaluation, the same each time."""
+    evaluate_target: str | None = None
+    """The target, to measure the real acceptance length at every evaluation; it stays on the first device. None: only
+    the estimate."""
+    evaluate_prompts: str | None = None
+    """Prompts for that, as in `dflash evaluate --data`; those of the training data are left out."""
+    evaluate_prompts_limit: int = 8
+    """Prompts from the start of these."""
+    evaluate_new_tokens: int = 128
+    """Tokens decoded for each of them, greedily."""
     save_every: int = 1000
     """Steps between checkpoints; the last step is always saved."""
     keep: int = 3
-    """Newest checkpoints that stay, beside the best one by held-out acceptance length."""
+    """Newest checkpoints that stay, beside the best one by acceptance length: the real one where it is measured, else the
+    held-out estimate."""
     log_every: int = 10
     """Steps between lines on the terminal; metrics.jsonl has every step."""
     read_ahead: int = 3
@@ -179,6 +190,9 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InputError(f"--{_option(name)} is {value}, but at least {least} is needed.")
+        if (self.evaluate_target is None) != (self.evaluate_prompts is None):
+            given, missing = ("target", "prompts") if self.evaluate_prompts is None else ("prompts", "target")
+            raise InputError(f"--evaluate-{given} needs --evaluate-{missing}; give both or neither.")
         if self.anchors > self.row_tokens:
             raise InputError(
                 f"--anchors {self.anchors} is more than --row-tokens {self.row_tokens}: a row has at most one anchor a "
@@ -250,6 +264,8 @@ _LEAST = {
     "seed": 0,
     "evaluate_every": 1,
     "evaluate_rows": 1,
+    "evaluate_prompts_limit": 1,
+    "evaluate_new_tokens": 1,
     "save_every": 1,
     "keep": 1,
     "log_every": 1,

@@ -24,6 +24,13 @@ def run_charts(run: RunRecord) -> list[Chart]:
         y = [number(entry.get(key)) for entry in run.evaluations]
         return Series(name="held-out rows", x=held_out_at, y=y, colour=2, style="dots")
 
+    measured = Series(
+        name="real decoding in training",
+        x=held_out_at,
+        y=[number(entry.get("real_acceptance_length")) for entry in run.evaluations],
+        colour=4,
+        style="dots",
+    )
     decoded = Series(
         name="real decoding",
         x=[entry.step for entry in run.decodings],
@@ -47,7 +54,7 @@ def run_charts(run: RunRecord) -> list[Chart]:
         Chart(
             title="Acceptance length",
             note="tokens gained per target forward; on rows a teacher-forced estimate",
-            series=[train("acceptance_length"), held_out("acceptance_length"), decoded],
+            series=[train("acceptance_length"), held_out("acceptance_length"), measured, decoded],
             y_from=1.0,
         ),
         Chart(

@@ -16,6 +16,8 @@ class StepDone:
     """Duration of this step."""
     values: dict[str, Any]
     """What metrics.jsonl got: loss, acceptance_length, tokens_per_second, lr, …"""
+    evaluation: tuple[int, dict[str, Any]] | None = None
+    """Step and numbers of the newest evaluation of this process."""
 
 
 Progress = Callable[[StepDone], None]

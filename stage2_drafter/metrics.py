@@ -136,7 +136,13 @@ def format_step(step: int, total: int, values: Mapping[str, Any], bad_steps: int
 
 
 def format_evaluation(step: int, values: Mapping[str, Any]) -> str:
-    return f"held out at step {step}: {_quality(values)} ({values['rows']} rows)"
+    """One plain line: what was held out, as estimated, and beside it what real decoding reached, where it was measured."""
+    parts = [f"{_quality(values)} ({values['rows']} rows)"] if "rows" in values else []
+    if "real_acceptance_length" in values:
+        real = f"real acceptance length {_number(values['real_acceptance_length'], '.3f')}"
+        prompts = f"{values['real_prompts']} prompt{'' if values['real_prompts'] == 1 else 's'}"
+        parts.append(f"{real} ({prompts}, {values['real_rounds']} rounds, {values['real_seconds']:.0f} s)")
+    return f"held out at step {step}: {', '.join(parts)}"
 
 
 def _quality(values: Mapping[str, Any]) -> str:

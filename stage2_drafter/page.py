@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dflash_train.stage2_drafter.charts import draw_chart, format_value
+from dflash_train.stage2_drafter.checkpoint import score_of
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.curves import accuracy_of, number, run_charts, shown_slots, slot_accuracy
 from dflash_train.stage2_drafter.report import CheckpointRecord, RunRecord
@@ -131,6 +132,11 @@ def _tiles(run: RunRecord) -> str:
         scores = [number(entry.get("acceptance_length")) for entry in run.evaluations]
         best = max((score for score in scores if not math.isnan(score)), default=math.nan)
         tiles.append(("acceptance, estimated", _show(last.get("acceptance_length")), f"best {_show(best)}"))
+        measured = [
+            score for entry in run.evaluations if not math.isnan(score := number(entry.get("real_acceptance_length")))
+        ]
+        if measured:
+            tiles.append(("acceptance, real", f"{measured[-1]:.3f}", f"best {max(measured):.3f}"))
     if run.decodings:
         decoding = run.decodings[-1]
         prompts = decoding.values.get("num_prompts", "?")
@@ -153,8 +159,8 @@ def _tiles(run: RunRecord) -> str:
 def _checkpoint_table(run: RunRecord) -> str:
     if not run.checkpoints:
         return ""
-    scores = {entry.name: number(_evaluation_of(entry).get("acceptance_length")) for entry in run.checkpoints}
-    known = {name: score for name, score in scores.items() if not math.isnan(score)}
+    scores = {entry.name: score_of(_evaluation_of(entry)) for entry in run.checkpoints}
+    known = {name: score for name, score in scores.items() if score is not None}
     best = max(known, key=lambda name: known[name]) if known else None
     decoded = {entry.step: entry.values for entry in run.decodings}
     rows = []
@@ -171,7 +177,7 @@ def _checkpoint_table(run: RunRecord) -> str:
                 _show(evaluation.get("loss")),
                 _share(accuracy[0] if accuracy else None),
                 _show(evaluation.get("acceptance_length")),
-                _show(decoded.get(entry.step, {}).get("acceptance_length")),
+                _show(decoded.get(entry.step, _as_decoded(evaluation)).get("acceptance_length")),
             ]
         )
     head = ["checkpoint", "drafter", "with training state", "held-out loss", "accuracy at slot 1"]
@@ -207,16 +213,19 @@ def _evaluation_table(run: RunRecord) -> str:
     stride = math.ceil(len(run.evaluations) / MOST_EVALUATIONS)
     shown = run.evaluations[::-1][::stride][::-1]
     slots = shown_slots(max(len(accuracy_of(entry)) for entry in run.evaluations))
+    real = any("real_acceptance_length" in entry for entry in run.evaluations)
     rows = [
         [
             f"{entry['step']:,}",
             *(_show(entry.get(name)) for name in ("loss", "cross_entropy", "acceptance_length")),
+            *([_show(entry.get("real_acceptance_length"))] if real else []),
             *(_share(slot_accuracy(entry, slot)) for slot in slots),
             _text(entry.get("rows", "")),
         ]
         for entry in shown
     ]
-    head = ["step", "loss", "cross-entropy", "estimated acceptance", *(f"slot {slot}" for slot in slots), "rows"]
+    head = ["step", "loss", "cross-entropy", "estimated acceptance", *(["real acceptance"] if real else [])]
+    head += [*(f"slot {slot}" for slot in slots), "rows"]
     left_out = f"<p>Every {stride}th of {len(run.evaluations):,}.</p>" if stride > 1 else ""
     return "<h2>Held-out evaluations</h2>" + left_out + _table(head, rows)
 
@@ -271,6 +280,11 @@ def _facts(values: Mapping[str, Any], changed: Iterable[str] = ()) -> str:
         mark = ' class="changed"' if name in marked else ""
         rows.append(f"<tr{mark}><th>{_text(name.replace('_', ' '))}</th><td>{_text(text)}</td></tr>")
     return f'<div class="table facts"><table><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def _as_decoded(evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    """What an evaluation measured by real decoding, as an evaluation of `dflash evaluate` has it."""
+    return {"acceptance_length": evaluation.get("real_acceptance_length")}
 
 
 def _evaluation_of(entry: CheckpointRecord) -> dict[str, Any]:

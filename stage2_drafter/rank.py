@@ -17,6 +17,7 @@ from dflash_train.stage2_drafter.checkpoint import Checkpoint, newest_checkpoint
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.events import Progress, StepDone
 from dflash_train.stage2_drafter.follow import segments_to_open
+from dflash_train.stage2_drafter.measurement import Measurement
 from dflash_train.stage2_drafter.preparation import check_resume, planned_segments, prepare_run
 from dflash_train.stage2_drafter.run_folder import (
     Round,
@@ -32,7 +33,13 @@ RANK_FUNCTION = f"{__name__}.train_rank"
 
 
 def train_rank(
-    connection: Connection, config: TrainConfig, rank: int, world: int, device: str, rendezvous: str
+    connection: Connection,
+    config: TrainConfig,
+    rank: int,
+    world: int,
+    device: str,
+    rendezvous: str,
+    measurement: Measurement | None = None,
 ) -> None:
     """Body of one rank's process: ("line", text), ("step", StepDone), ("done", stopped) go up, "stop" comes down."""
     stop = threading.Event()  # nobody waits for it: the flag outlives the message
@@ -50,7 +57,8 @@ def train_rank(
         connection.send(("step", event))
 
     try:
-        connection.send(("done", run_rank(config, rank, world, device, rendezvous, report, stop_requested, progress)))
+        stopped = run_rank(config, rank, world, device, rendezvous, report, stop_requested, progress, measurement)
+        connection.send(("done", stopped))
     except InputError as error:
         connection.send(("input_error", str(error)))
 
@@ -64,6 +72,7 @@ def run_rank(
     report: Callable[[str], None],
     stop_requested: Callable[[], bool],
     progress: Progress = lambda event: None,
+    measurement: Measurement | None = None,
 ) -> bool:
     """Join the other ranks, agree on ledger and checkpoint, train; returns whether a stop signal ended it."""
     from dflash_train.stage2_drafter.trainer import Rank, Trainer
@@ -89,7 +98,9 @@ def run_rank(
         agreed = broadcast_json(agreed, device, world)
         rounds = [Round.from_json(entry) for entry in agreed["rounds"]]
         run = prepare_run(config, agreed["segments"], rounds, agreed["first_row"])
-        trainer = Trainer(run, Rank(rank=rank, world=world, device=device), report, stop_requested, progress)
+        trainer = Trainer(
+            run, Rank(rank=rank, world=world, device=device), report, stop_requested, progress, measurement
+        )
         checkpoint = check_resume(run)
         if (None if checkpoint is None else checkpoint.path.name) != agreed["checkpoint"]:
             raise InputError(

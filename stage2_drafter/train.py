@@ -31,6 +31,7 @@ from dflash_train.machine.launch import (
 from dflash_train.stage2_drafter.checkpoint import Checkpoint, newest_checkpoint
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.events import Progress
+from dflash_train.stage2_drafter.measurement import Measurement
 from dflash_train.stage2_drafter.preparation import (
     PreparedRun,
     check_initial_weights,
@@ -70,17 +71,25 @@ class TrainResult:
     """Held-out evaluation recorded in that checkpoint."""
 
 
-def train(config: TrainConfig, report: Report = print, progress: Progress = lambda event: None) -> TrainResult:
+def train(
+    config: TrainConfig,
+    report: Report = print,
+    progress: Progress = lambda event: None,
+    measurement: Measurement | None = None,
+) -> TrainResult:
     """Train a drafter, or go on with the run in config.run; `report` gets one plain line at a time.
 
-    `progress` gets every step, where the first rank's parent (under torchrun, the first rank) calls.
+    `progress` gets every step, where the first rank's parent (under torchrun, the first rank) calls. `measurement` adds
+    the real acceptance length to every evaluation.
 
     Raises InputError (and StoreError) for bad input, RankDied where a process died. A first SIGINT or SIGTERM stops
     after the step under way, with a checkpoint; a second SIGINT stops at once.
     """
     place = torchrun_place()
     if place is not None:
-        return _train_under_torchrun(config, place, report if place.rank == 0 else lambda line: None, progress)
+        return _train_under_torchrun(
+            config, place, report if place.rank == 0 else lambda line: None, progress, measurement
+        )
     devices = parse_devices(config.devices)
     if config.follow and not _await_store(config.store_folder, report):
         return TrainResult(run=config.run, step=0, total_steps=0, stopped=True, checkpoint=None, evaluation=None)
@@ -92,6 +101,7 @@ def train(config: TrainConfig, report: Report = print, progress: Progress = lamb
         if checkpoint is None:
             check_initial_weights(run)
         check_disk_space(config.run, _num_parameters(run), config.keep)
+        lines = [] if measurement is None else measurement.check(run)
     if checkpoint is not None and checkpoint.step >= run.total_steps and _is_closed(run):
         more = (
             "give more --steps or --epochs to go on" if run.following is None else "all rounds over the store are done"
@@ -99,7 +109,9 @@ def train(config: TrainConfig, report: Report = print, progress: Progress = lamb
         report(f"the run is complete at step {checkpoint.step}; {more}")
         return _result(config, run.total_steps, stopped=False)
     _describe(run, checkpoint, devices, report)
-    stopped = _follow(config, devices, report, progress)
+    for line in lines:
+        report(line)
+    stopped = _follow(config, devices, report, progress, measurement)
     result = _result(config, prepare_ahead(config).total_steps if config.follow else run.total_steps, stopped)
     if stopped:
         report(f"stopped at step {result.step} of {result.total_steps}; run again to go on")
@@ -131,7 +143,13 @@ def _is_closed(run: PreparedRun) -> bool:
     return run.following is None or run.config.steps is not None or run.following.schedule.closed
 
 
-def _follow(config: TrainConfig, devices: list[Device], report: Report, progress: Progress) -> bool:
+def _follow(
+    config: TrainConfig,
+    devices: list[Device],
+    report: Report,
+    progress: Progress,
+    measurement: Measurement | None,
+) -> bool:
     """Start the ranks and pass on what they say until all have ended; returns whether they were stopped."""
     world = len(devices)
     # on this machine's own disk: the run folder may be on a network file system, where file locks are unreliable
@@ -143,6 +161,7 @@ def _follow(config: TrainConfig, devices: list[Device], report: Report, progress
             "world": world,
             "device": device.torch_device,
             "rendezvous": rendezvous.as_uri(),
+            "measurement": measurement if rank == 0 else None,
         }
         for rank, device in enumerate(devices)
     ]
@@ -199,7 +218,13 @@ def _check_end(process: Process, group: ProcessGroup) -> None:
     raise RankDied(f"Rank {cause.index} died, and the run with it: {cause.describe_end()}. Run again to go on.")
 
 
-def _train_under_torchrun(config: TrainConfig, place: TorchrunPlace, report: Report, progress: Progress) -> TrainResult:
+def _train_under_torchrun(
+    config: TrainConfig,
+    place: TorchrunPlace,
+    report: Report,
+    progress: Progress,
+    measurement: Measurement | None,
+) -> TrainResult:
     """Be one rank of those that torchrun started; the rendezvous is torchrun's."""
     import torch
 
@@ -207,7 +232,9 @@ def _train_under_torchrun(config: TrainConfig, place: TorchrunPlace, report: Rep
     if config.follow and not _await_store(config.store_folder, report):
         return TrainResult(run=config.run, step=0, total_steps=0, stopped=True, checkpoint=None, evaluation=None)
     with stop_signals() as stop:
-        stopped = run_rank(config, place.rank, place.world, device, "env://", report, stop.is_set, progress)
+        stopped = run_rank(
+            config, place.rank, place.world, device, "env://", report, stop.is_set, progress, measurement
+        )
     total = prepare_ahead(config).total_steps
     result = _result(config, total, stopped)
     if stopped:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,8 +26,10 @@ from dflash_train.stage2_drafter.broadcast import broadcast_json
 from dflash_train.stage2_drafter.checkpoint import (
     Checkpoint,
     TrainerState,
+    export_tensors,
     load_masters,
     prune_checkpoints,
+    read_groups,
     save_checkpoint,
 )
 from dflash_train.stage2_drafter.compiled import CompiledDrafter
@@ -36,6 +39,7 @@ from dflash_train.stage2_drafter.follow import RoundPlanner, remove_consumed
 from dflash_train.stage2_drafter.fp8 import Fp8Head
 from dflash_train.stage2_drafter.initial_weights import initial_weights
 from dflash_train.stage2_drafter.loss import block_weights, dpace_weights, frozen_head_cross_entropy, weighted_loss
+from dflash_train.stage2_drafter.measurement import Measurement
 from dflash_train.stage2_drafter.metrics import MetricsLog, StepNumbers, StepSums, format_evaluation, format_step
 from dflash_train.stage2_drafter.optimizer import (
     gradient_norm,
@@ -69,7 +73,7 @@ class Rank:
 class Trainer:
     """One rank. report gets one plain line at a time, on rank 0 alone; stop_requested is asked once a step.
 
-    progress gets every step, on rank 0 alone.
+    progress gets every step, and measurement is asked at every evaluation, on rank 0 alone.
     """
 
     def __init__(
@@ -79,12 +83,14 @@ class Trainer:
         report: Callable[[str], None],
         stop_requested: Callable[[], bool],
         progress: Progress = lambda event: None,
+        measurement: Measurement | None = None,
     ) -> None:
         self.run, self.config, self.rank = run, run.config, rank
         self.report = report if rank.rank == 0 else lambda line: None
         self.stop_requested = stop_requested
         self.versions = package_versions() if rank.rank == 0 else {}  # as they are now, not at the first checkpoint
         self.progress = progress
+        self.measurement = measurement if rank.rank == 0 else None
         self.drafter = Drafter(run.drafter_config, seed=self.config.seed, num_features=run.reader.encoding.num_features)
         self.compiled = CompiledDrafter(
             self.drafter,
@@ -123,6 +129,8 @@ class Trainer:
         self.step = 0
         self._saved_step = -1
         self.evaluation: dict[str, Any] | None = None
+        self._newest_evaluation: tuple[int, dict[str, Any]] | None = None
+        self._groups = np.empty(0, dtype=np.int64)  # trained on before this process began
 
     @property
     def total_steps(self) -> int:
@@ -138,12 +146,16 @@ class Trainer:
         load_optimizer_tensors(self.optimizer, self.named, checkpoint.optimizer())
         self.step, self.evaluation = checkpoint.step, checkpoint.state().evaluation
         self._saved_step = self.step
+        if (groups := read_groups(checkpoint.path)) is not None:
+            self._groups = groups
 
     def start_from(self, path: Path) -> None:
         """Begin a new run with the weights of an existing drafter, on every rank alike."""
         reader = self.run.reader
         initial = initial_weights(path, reader.encoding, reader.calibration, self.rank.device)
         load_masters(self.named, initial.masters, initial.folder)
+        if (groups := read_groups(initial.folder)) is not None:
+            self._groups = groups
         self.report(initial.describe())
 
     def save(self) -> Checkpoint | None:
@@ -172,6 +184,7 @@ class Trainer:
             optimizer=optimizer_tensors(self.optimizer, self.named),
             encoding=self.run.reader.encoding,
             calibration=self.run.reader.calibration,
+            groups=np.union1d(self._groups, self.run.training_groups()),
         )
         prune_checkpoints(self.config.run, self.config.keep)
         self.report(f"saved {checkpoint.path}")
@@ -211,7 +224,8 @@ class Trainer:
                     values["store_wait_seconds"] = waited
                 if log is not None:
                     log.write("train", self.step, values)
-                    self.progress(StepDone(self.step, self.total_steps, time.perf_counter() - began, values))
+                    seconds = time.perf_counter() - began
+                    self.progress(StepDone(self.step, self.total_steps, seconds, values, self._newest_evaluation))
                 if self.step % config.log_every == 0 or self.step in (1, self.total_steps) or self._bad_steps:
                     self.report(
                         format_step(self.step, self.total_steps, values, self._bad_steps, config.bad_step_limit)
@@ -400,10 +414,26 @@ class Trainer:
 
     def _evaluate_and_log(self, log: MetricsLog | None) -> None:
         self.evaluation = self.evaluate()
+        if self.measurement is not None:
+            real = self._measure(self.measurement, (self.evaluation or {}).get("acceptance_length"))
+            self.evaluation = {**(self.evaluation or {}), **real} or None
         if self.evaluation is not None:
+            self._newest_evaluation = self.step, self.evaluation
             if log is not None:
                 log.write("evaluation", self.step, self.evaluation)
             self.report(format_evaluation(self.step, self.evaluation))
+
+    def _measure(self, measurement: Measurement, estimate: float | None) -> dict[str, Any]:
+        """The real acceptance length of the drafter as a checkpoint would hold it; the other ranks wait at the next step."""
+        reader = self.run.reader
+        return measurement.measure(
+            self.run,
+            export_tensors(dict(self.named), reader.encoding, reader.calibration),
+            self.rank.device,
+            estimate,
+            self.report,
+            self.stop_requested,
+        )
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 

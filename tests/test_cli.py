@@ -76,7 +76,8 @@ def test_option_defaults_are_those_of_the_config(command: str) -> None:
     options = {
         renamed.get(name, name): value
         for name, value in values.items()
-        if name not in ("allow_busy_gpus", "as_json", "output", "target", "data", "store", "stores", "run", "drafter")
+        if name
+        not in ("allow_busy_gpus", "as_json", "output", "plot", "target", "data", "store", "stores", "run", "drafter")
     }
     wanted = defaults_of(*classes[command])
     if command == "train-drafter":
@@ -113,7 +114,7 @@ def data(tmp_path: Path) -> Path:
             2,
             "no JSON object",
         ),
-        (["evaluate", "--target", "t", "--drafter", "d", "--data", "p", "--gpus", "cpu:2"], 1, "name one"),
+        (["check", "d", "--target", "t", "--gpus", "cpu:2"], 1, "name one"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -162,11 +163,14 @@ def test_the_commands_in_a_row(tmp_path: Path, data: Path, tiny_target: Any, enc
     assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes(), "a recipe reproduces the run"
 
     evaluate = ["evaluate", "--target", target, "--drafter", folder, "--data", data, "--gpus", "cpu", "--json"]
-    evaluated = run(*evaluate, "--max-prompts", 2, "--max-new-tokens", 8, "--output", tmp_path / "e.json")
+    files = ["--output", tmp_path / "e.json", "--plot", tmp_path / "e.png"]
+    evaluated = run(*evaluate, "--max-prompts", 2, "--max-new-tokens", 8, *files)
     assert evaluated.exit_code == 0, evaluated.output
     result = json.loads(evaluated.stdout)
     assert result == json.loads((tmp_path / "e.json").read_text())
     assert 1 <= result["acceptance_length"] <= 4
+    assert result["trained_prompts"]["found"] > 0, "what was trained on is left out"
+    assert (tmp_path / "e.png").read_bytes().startswith(b"\x89PNG")
 
     checked = run("check", folder, "--target", target, "--gpus", "cpu", "--output", tmp_path / "c.json")
     assert checked.exit_code == 0, checked.output

@@ -47,7 +47,11 @@ TRAIN = (
     "--rows-per-step 1 --holdout 0 --mask-token <|mask|> --steps 1"
 )
 RESUME = TRAIN.replace("--run new", "--run run")
-EVALUATE = "evaluate --target target --drafter run --data rows.jsonl --gpus cpu --max-prompts 1 --max-new-tokens 4"
+EVALUATE = (
+    "evaluate --target target --drafter run --data rows.jsonl --gpus cpu --max-prompts 1 --max-new-tokens 4 "
+    "--allow-trained-prompts"
+)
+MEASURED = f"{TRAIN} --evaluate-target target --evaluate-prompts asked.jsonl"
 
 IMPORT = "import-store states --store new.zarr --target target --gpus cpu"
 CHECK = "check run --target target --gpus cpu --no-parity"
@@ -204,7 +208,7 @@ CASES: dict[str, list[Case]] = {
         ),
         Case(
             "two devices where one works",
-            EVALUATE.replace("cpu", "cpu:2"),
+            "check run --target target --gpus cpu:2",
             1,
             "--gpus cpu:2 names 2 devices, but this command runs on one: name one.",
         ),
@@ -1304,6 +1308,40 @@ CASES: dict[str, list[Case]] = {
     ],
     "train-drafter": [
         Case(
+            "a target for evaluation without prompts",
+            f"{TRAIN} --evaluate-target target",
+            1,
+            "--evaluate-target needs --evaluate-prompts; give both or neither.",
+        ),
+        Case(
+            "prompts for evaluation without a target",
+            f"{TRAIN} --evaluate-prompts rows.jsonl",
+            1,
+            "--evaluate-prompts needs --evaluate-target; give both or neither.",
+        ),
+        Case(
+            "prompts for evaluation that are trained on",
+            MEASURED.replace("asked.jsonl", "rows.jsonl"),
+            1,
+            "All prompts of rows.jsonl are in the drafter's training data: «question 0», «question 1», «question 2» and 9 more; give prompts that were not trained on.",
+        ),
+        Case(
+            "another target for evaluation than the store's",
+            MEASURED,
+            1,
+            "--evaluate-target target is not the target of store.zarr: target_config_hash: found …, wanted …. Give the target that the store was extracted from.",
+            in_order(
+                write_rows("asked.jsonl", {"prompt": "new"}),
+                own_target(edit_json("target/config.json", intermediate_size=96)),
+            ),
+        ),
+        Case(
+            "no new tokens for an evaluation",
+            f"{MEASURED} --evaluate-new-tokens 0",
+            1,
+            "--evaluate-new-tokens is 0, but at least 1 is needed.",
+        ),
+        Case(
             "a store that is not there",
             TRAIN.replace("store.zarr", "no.zarr"),
             1,
@@ -1746,7 +1784,7 @@ CASES: dict[str, list[Case]] = {
             "more new tokens than the target has positions",
             f"{EVALUATE} --max-new-tokens 100000",
             1,
-            "None of the 1 prompts of rows.jsonl leaves room for 100000 new tokens within the target's 256 positions; give shorter prompts or lower --max-new-tokens.",
+            "None of the 1 prompts of rows.jsonl leaves room for the new tokens within the target's positions: the longest prompt has … tokens, … would do; give shorter prompts or lower --max-new-tokens.",
         ),
         Case(
             "data that is not there",
@@ -1765,8 +1803,57 @@ CASES: dict[str, list[Case]] = {
             "data without a user turn",
             EVALUATE,
             1,
-            "No row of rows.jsonl has a user turn to answer (messages format). Give other data.",
+            "No row of rows.jsonl has a user turn to answer. Give other data.",
             write_rows("rows.jsonl", {"messages": [1]}),
+        ),
+        Case(
+            "data that was trained on",
+            EVALUATE.removesuffix(" --allow-trained-prompts"),
+            1,
+            "All prompts of rows.jsonl are in the drafter's training data: «question 0», «question 1», «question 2» and 9 more; give prompts that were not trained on, or --allow-trained-prompts to measure on these.",
+        ),
+        Case(
+            "a damaged list of what was trained on",
+            EVALUATE,
+            1,
+            "run/checkpoints/step-00000001/trainer/groups.npy cannot be read: run/checkpoints/step-00000001/trainer/groups.npy has … bytes but … were written; it is damaged. Restore it, or remove it to go without the check that no prompt was trained on.",
+            edit(CHECKPOINT / "trainer/groups.npy", half),
+        ),
+        Case(
+            "a benchmark without network",
+            EVALUATE.replace("rows.jsonl", "gsm8k"),
+            1,
+            "gsm8k is openai/gsm8k on the Hugging Face hub, which could not be loaded: …. Run once with network, or give a copy of it: --data gsm8k=FILE.",
+        ),
+        Case(
+            "a copy of a benchmark that is none",
+            EVALUATE.replace("rows.jsonl", "gsm8k=rows.jsonl"),
+            1,
+            "The columns of rows.jsonl are messages; gsm8k has a column 'question'. Give a copy of openai/gsm8k.",
+        ),
+        Case(
+            "a temperature below 0", f"{EVALUATE} --temperature -1", 1, "--temperature is -1.0, but must be 0 or more."
+        ),
+        Case("top-p of 0", f"{EVALUATE} --top-p 0", 1, "--top-p is 0.0, but must be more than 0 and at most 1."),
+        Case("top-k below 0", f"{EVALUATE} --top-k=-1", 1, "--top-k is -1, but must be 0 or more."),
+        Case("no turns", f"{EVALUATE} --max-turns 0", 1, "--max-turns is 0, but at least 1 is needed."),
+        Case(
+            "a reference at a temperature",
+            f"{EVALUATE} --reference --temperature 0.7",
+            1,
+            "--reference compares token by token, which --temperature 0.7 leaves to chance; give one of them.",
+        ),
+        Case(
+            "a picture that is a folder",
+            f"{EVALUATE} --plot run",
+            2,
+            "Invalid value for '--plot': File 'run' is a directory.",
+        ),
+        Case(
+            "a picture that is no PNG",
+            f"{EVALUATE} --plot e.jpg",
+            2,
+            "Invalid value for '--plot': 'e.jpg' must end in .png; name another file.",
         ),
         Case(
             "another target than the drafter's",

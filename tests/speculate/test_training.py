@@ -1,0 +1,257 @@
+"""Training measures the real acceptance length: what `dflash evaluate` gives for the checkpoint, with nothing compiled."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_train.errors import InputError
+from dflash_train.speculate.evaluate import EvaluateConfig, evaluate
+from dflash_train.speculate.training import RealAcceptance
+from dflash_train.stage1_target.conversations import first_turn_group
+from dflash_train.stage1_target.identity import build_manifest, frozen_target
+from dflash_train.stage1_target.target import TargetConfig, load_target
+from dflash_train.stage2_drafter.checkpoint import best_checkpoint, export_tensors, list_checkpoints, read_groups
+from dflash_train.stage2_drafter.config import TrainConfig
+from dflash_train.stage2_drafter.preparation import PreparedRun, prepare_run
+from dflash_train.stage2_drafter.rank import run_rank
+from dflash_train.stage2_drafter.report import write_report
+from dflash_train.stage2_drafter.run_folder import read_metrics
+from dflash_train.stage2_drafter.trainer import Rank, Trainer
+from dflash_train.store.calibration import Calibration
+from dflash_train.store.creation import create_store
+from dflash_train.store.encoding import make_encoding
+from dflash_train.store.segment import SegmentWriter
+
+QUESTIONS = [f"question {number} of ten" for number in range(10)]
+
+
+def write_prompts(path: Path, questions: list[str]) -> str:
+    path.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in questions))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def store(tiny_target: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of the tiny target over ten conversations that it answered itself."""
+    from dflash_train.speculate.decode import plain_decode
+
+    path = tmp_path_factory.mktemp("store") / "s.zarr"
+    target = load_target(TargetConfig(name=str(tiny_target("llama"))), (1, 2), "cpu")
+    encoding = make_encoding("bf16", 2, target.hidden_size)
+    calibration = Calibration.from_arrays(np.ones(encoding.num_states, np.float32))
+    create_store(path, build_manifest(target, encoding, calibration.hash), calibration, frozen_target(target))
+    settings = {"settings": {"chat_template_arguments": {}}, "generation": [{"temperature": 0.0}]}
+    writer = SegmentWriter(path, encoding, settings)
+    for number, question in enumerate(QUESTIONS):
+        message = [{"role": "user", "content": question}]
+        text = target.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        prompt = target.tokenizer(text, add_special_tokens=False)["input_ids"]
+        row = np.array([*prompt, *plain_decode(target, prompt, 24).token_ids], np.int32)
+        states = target.hidden_states(torch.from_numpy(row).long()[None])[0]
+        features, _ = encoding.encode(states, calibration)
+        mask = (np.arange(len(row)) >= len(prompt)).astype(np.uint8)
+        writer.append(number + 1, first_turn_group(message), row, mask, features.numpy().view(np.uint16), None)
+    writer.commit()
+    return path
+
+
+@pytest.fixture
+def make_config(store: Path, tiny_target: Callable[..., Path], tmp_path: Path) -> Callable[..., TrainConfig]:
+    def make(**options: Any) -> TrainConfig:
+        values: dict[str, Any] = {
+            "devices": "cpu",
+            "num_layers": 1,
+            "block_size": 4,
+            "mask_token": "<|mask|>",
+            "row_tokens": 128,
+            "anchors": 32,
+            "rows_per_step": 1,
+            "steps": 4,
+            "holdout": 0.2,
+            "evaluate_every": 2,
+            "save_every": 2,
+            "evaluate_target": str(tiny_target("llama")),
+            "evaluate_prompts": write_prompts(tmp_path / "prompts.jsonl", ["What is new?", "And", QUESTIONS[0]]),
+            "evaluate_new_tokens": 8,
+        }
+        return TrainConfig(**({"store": store, "run": tmp_path / "run"} | values | options))
+
+    return make
+
+
+def run_here(config: TrainConfig, measurement: RealAcceptance | None = None) -> list[str]:
+    lines: list[str] = []
+    run_rank(config, 0, 1, "cpu", "", lines.append, lambda: False, measurement=measurement or RealAcceptance())
+    return lines
+
+
+def drafter_tensors(run: PreparedRun) -> dict[str, torch.Tensor]:
+    """An untrained drafter, as a checkpoint would hold it."""
+    trainer = Trainer(run, Rank(), lambda line: None, lambda: False)
+    return export_tensors(dict(trainer.named), run.reader.encoding, run.reader.calibration)
+
+
+def test_the_real_number_stands_beside_the_estimate_and_is_that_of_evaluate(
+    make_config: Callable[..., TrainConfig], tiny_target: Callable[..., Path]
+) -> None:
+    config = make_config()
+    [line] = RealAcceptance().check(prepare_run(config))
+    assert "decoded with" in line
+    lines = run_here(config)
+    evaluations = read_metrics(config.run, "evaluation")
+    assert [entry["step"] for entry in evaluations] == [0, 2, 4]
+    assert all({"acceptance_length", "real_acceptance_length"} <= entry.keys() for entry in evaluations)
+    said = next(line for line in lines if line.startswith("held out at step 4"))
+    assert f"estimated acceptance length {evaluations[-1]['acceptance_length']:.3f}" in said
+    assert f"real acceptance length {evaluations[-1]['real_acceptance_length']:.3f} (" in said
+    assert sum(line.startswith("loaded ") for line in lines) == 1
+    for entry, checkpoint in zip(evaluations[1:], list_checkpoints(config.run), strict=True):
+        result = evaluate(
+            EvaluateConfig(
+                target=TargetConfig(name=str(tiny_target("llama"))),
+                drafter=checkpoint.path,
+                prompts=(str(config.evaluate_prompts),),
+                max_prompts=8,
+                max_turns=1,
+                max_new_tokens=8,
+                compare_plain=False,
+                device="cpu",
+            )
+        )
+        assert result["acceptance_length"] == entry["real_acceptance_length"]
+        assert (result["num_prompts"], result["num_rounds"]) == (entry["real_prompts"], entry["real_rounds"])
+        assert [one["cumulative"] for one in result["positions"]] == entry["real_accepted"]
+    page = write_report(config.run).read_text()
+    assert "real decoding in training" in page
+    assert "real acceptance" in page
+
+
+def test_measuring_changes_nothing_in_the_training(make_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    measured = make_config()
+    run_here(measured)
+    plain = make_config(evaluate_target=None, evaluate_prompts=None, run=tmp_path / "plain")
+    run_rank(plain, 0, 1, "cpu", "", lambda line: None, lambda: False)
+    one, two = list_checkpoints(measured.run)[-1].masters(), list_checkpoints(plain.run)[-1].masters()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_nothing_is_compiled_under_the_stance_of_a_training(
+    make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where the target itself asks for torch.compile; and what was compiled before still runs after it."""
+    from torch._dynamo.utils import counters
+
+    asked: list[int] = []
+
+    @torch.compile(backend="eager")
+    def double(values: torch.Tensor) -> torch.Tensor:
+        return values * 2
+
+    load = load_target
+
+    def load_compiling(*arguments: Any) -> Any:
+        target = load(*arguments)
+
+        def hook(module: Any, inputs: Any, output: Any) -> Any:
+            asked.append(1)
+            return torch.compile(lambda states: states * 1, backend="eager")(output)
+
+        target.model.get_input_embeddings().register_forward_hook(hook)
+        return target
+
+    monkeypatch.setattr("dflash_train.speculate.training.load_target", load_compiling)
+    double(torch.ones(3))
+    graphs = counters["stats"]["unique_graphs"]
+    torch.compiler.set_stance("fail_on_recompile")
+    try:
+        run_here(make_config(steps=2))
+        assert torch.equal(double(torch.ones(3)), torch.full((3,), 2.0))
+        with pytest.raises(RuntimeError, match="fail_on_recompile"):
+            double(torch.ones(3, dtype=torch.float64))  # the stance is what it was
+    finally:
+        torch.compiler.set_stance("default")
+        torch._dynamo.reset()
+    assert asked
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_best_is_chosen_by_the_real_number(
+    make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = iter([1.0, 3.0, 2.0, 1.5])
+
+    class Scripted(RealAcceptance):
+        def measure(self, *arguments: Any) -> dict[str, Any]:
+            return {
+                "real_acceptance_length": next(lengths),
+                "real_prompts": 1,
+                "real_rounds": 1,
+                "real_seconds": 0.0,
+            }
+
+    config = make_config(steps=6, keep=1)
+    run_here(config, Scripted())
+    assert [checkpoint.step for checkpoint in list_checkpoints(config.run)] == [2, 6]
+    best = best_checkpoint(config.run)
+    assert best is not None
+    assert best.step == 2
+
+
+def test_without_held_out_rows_the_real_number_stands_alone(make_config: Callable[..., TrainConfig]) -> None:
+    config = make_config(holdout=0.0, steps=2)
+    lines = run_here(config)
+    assert any(line.startswith("held out at step 2: real acceptance length") for line in lines)
+    assert "acceptance_length" not in read_metrics(config.run, "evaluation")[-1]
+    groups = read_groups(list_checkpoints(config.run)[-1].path)
+    assert groups is not None
+    assert set(groups.tolist()) == {first_turn_group([{"role": "user", "content": text}]) for text in QUESTIONS}
+    assert read_metrics(config.run, "evaluation")[-1]["real_prompts"] == 2  # «question 0» was trained on
+
+
+def test_a_gap_prints_once_what_was_checked(make_config: Callable[..., TrainConfig]) -> None:
+    config = make_config()
+    run = prepare_run(config)
+    tensors = drafter_tensors(run)
+    lines: list[str] = []
+    measurement = RealAcceptance()
+    for _ in range(2):
+        measurement.measure(run, tensors, torch.device("cpu"), 3.9, lines.append, lambda: False)
+    assert sum("the usual causes, and what was checked" in line for line in lines) == 1
+    found = {line.split(": ")[1]: line.split(": ")[0].strip() for line in lines if line.startswith("  ")}
+    assert list(found) == [
+        "target",
+        "stored states",
+        "target states",
+        "train/serve parity",
+        "mask token",
+        "chat template and thinking",
+        "own answers",
+        "training data",
+        "held-out prompts",
+    ]
+    assert {name for name, status in found.items() if status != "ok"} == {"held-out prompts"}
+    assert any("100% of the answers' tokens are the target's first choice" in line for line in lines)
+    assert measurement.measure(run, tensors, torch.device("cpu"), 1.0, lines.append, lambda: True) == {}
+
+
+def test_another_target_or_trained_prompts_are_refused_before_the_start(
+    make_config: Callable[..., TrainConfig], tiny_target: Callable[..., Path], tmp_path: Path
+) -> None:
+    other_kind = prepare_run(make_config(evaluate_target=str(tiny_target("qwen3"))))
+    with pytest.raises(InputError, match="is not the target of .*target_config_hash.*Give the target that the store"):
+        RealAcceptance().check(other_kind)
+    other_weights = prepare_run(make_config(evaluate_target=str(tiny_target("llama", seed=1))))
+    measurement = RealAcceptance()
+    measurement.check(other_weights)  # config and tokenizer are the same
+    with pytest.raises(InputError, match="is not the target of .*weights_fingerprint"):
+        measurement.measure(other_weights, {}, torch.device("cpu"), None, lambda line: None, lambda: False)
+    with pytest.raises(InputError, match="All prompts of .* are in the drafter's training data"):
+        prompts = write_prompts(tmp_path / "trained.jsonl", QUESTIONS)
+        RealAcceptance().check(prepare_run(make_config(evaluate_prompts=prompts, holdout=0.0)))
+    with pytest.raises(InputError, match="--evaluate-target needs --evaluate-prompts; give both or neither"):
+        make_config(evaluate_prompts=None)
