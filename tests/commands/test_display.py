@@ -116,6 +116,9 @@ def test_training_says_the_numbers_and_the_time_left_of_a_step() -> None:
     text = draw(view)
     for part in ("2 of 100", "none", "12,346 tokens/s", "3% of the time waiting for data", "estimated"):
         assert part in text
+    evaluation = {"acceptance_length": 3.1, "real_acceptance_length": 2.95}
+    view.take(replace(step_done(3), evaluation=(500, evaluation)))
+    assert "estimated, teacher-forced; held out 3.10, real 2.95 at step 500" in draw(view)
 
 
 def test_evaluation_draws_the_running_acceptance_length() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dflash_train.errors import InputError
+from dflash_train.speculate.decode import plain_decode
 from dflash_train.speculate.evaluate import EvaluateConfig, evaluate
 from dflash_train.speculate.training import RealAcceptance
 from dflash_train.stage1_target.conversations import first_turn_group
@@ -21,6 +22,7 @@ from dflash_train.stage2_drafter.preparation import PreparedRun, prepare_run
 from dflash_train.stage2_drafter.rank import run_rank
 from dflash_train.stage2_drafter.report import write_report
 from dflash_train.stage2_drafter.run_folder import read_metrics
+from dflash_train.stage2_drafter.train import train
 from dflash_train.stage2_drafter.trainer import Rank, Trainer
 from dflash_train.store.calibration import Calibration
 from dflash_train.store.creation import create_store
@@ -35,13 +37,9 @@ def write_prompts(path: Path, questions: list[str]) -> str:
     return str(path)
 
 
-@pytest.fixture(scope="module")
-def store(tiny_target: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of the tiny target over ten conversations that it answered itself."""
-    from dflash_train.speculate.decode import plain_decode
-
-    path = tmp_path_factory.mktemp("store") / "s.zarr"
-    target = load_target(TargetConfig(name=str(tiny_target("llama"))), (1, 2), "cpu")
+def write_store(path: Path, target_folder: Path) -> Path:
+    """A store of a target over ten conversations that it answered itself."""
+    target = load_target(TargetConfig(name=str(target_folder)), (1, 2), "cpu")
     encoding = make_encoding("bf16", 2, target.hidden_size)
     calibration = Calibration.from_arrays(np.ones(encoding.num_states, np.float32))
     create_store(path, build_manifest(target, encoding, calibration.hash), calibration, frozen_target(target))
@@ -58,6 +56,11 @@ def store(tiny_target: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
         writer.append(number + 1, first_turn_group(message), row, mask, features.numpy().view(np.uint16), None)
     writer.commit()
     return path
+
+
+@pytest.fixture(scope="module")
+def store(tiny_target: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_store(tmp_path_factory.mktemp("store") / "s.zarr", tiny_target("llama"))
 
 
 @pytest.fixture
@@ -255,3 +258,42 @@ def test_another_target_or_trained_prompts_are_refused_before_the_start(
         RealAcceptance().check(prepare_run(make_config(evaluate_prompts=prompts, holdout=0.0)))
     with pytest.raises(InputError, match="--evaluate-target needs --evaluate-prompts; give both or neither"):
         make_config(evaluate_prompts=None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_beside_a_compiled_training_nothing_is_compiled_again(
+    make_config: Callable[..., TrainConfig], tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    """A whole run in processes of its own; a recompilation would end it. About a minute on an H200."""
+    import transformers
+
+    folder = tmp_path / "target"
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 5, "max_position_embeddings": 256}
+    config = transformers.LlamaConfig(vocab_size=400, num_attention_heads=4, num_key_value_heads=2, **shape)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    sizes = {"rows_per_step": 4, "steps": 20, "evaluate_every": 10, "save_every": 10}
+    measured = make_config(
+        store=write_store(tmp_path / "wide.zarr", folder), devices="0", evaluate_target=str(folder), **sizes
+    )
+    lines: list[str] = []
+    train(measured, lines.append, measurement=RealAcceptance())
+    assert any(line.startswith("compiled 2 graphs in") and line.endswith("0 recompilations") for line in lines), lines
+    assert any("beside the training" in line for line in lines), lines
+    evaluations = read_metrics(measured.run, "evaluation")
+    assert [entry["step"] for entry in evaluations] == [0, 10, 20]
+    result = evaluate(
+        EvaluateConfig(
+            target=TargetConfig(name=str(folder), dtype="float32"),
+            drafter=measured.run,
+            prompts=(str(measured.evaluate_prompts),),
+            max_turns=1,
+            max_new_tokens=8,
+            device="cuda",
+        )
+    )
+    assert result["lossless"]
+    for length in (result["acceptance_length"], *(entry["real_acceptance_length"] for entry in evaluations)):
+        assert 1 <= length <= 4
