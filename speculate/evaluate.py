@@ -193,6 +193,7 @@ def evaluate(
     for note in training_notes(prompt_set, groups is not None, config.allow_trained_prompts):
         report(note)
     prompts, outcome = prompt_set.prompts, Outcome()
+    devices = devices[: len(prompts)]
     if devices:
         from dflash_train.speculate.workers import run_workers
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ from dflash_train.store.manifest import hash_id
 REASON = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 NUM_NAMED = 3
 """Prompts that a message quotes."""
+Rows = Iterator[tuple[list[list[Message]], Any, str | None]]
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ class Prompt:
     tools: list[dict[str, Any]] | None
     token_ids: list[int]
     """The first turn under the chat template, with the opening of the answer."""
+    bare: str | None = None
+    """The question of a benchmark without the benchmark's wording, as other data hold it."""
 
     @property
     def text(self) -> str:
@@ -92,9 +95,11 @@ class Prompt:
         return str(message.get("content", ""))
 
     @property
-    def groups(self) -> tuple[int, int]:
-        """The groups of a training sample that asks the same: of conversations, and of data given as token ids."""
-        return first_turn_group(self.turns[0]), hash_id(np.asarray(self.token_ids, "<i4").tobytes())
+    def groups(self) -> list[int]:
+        """The groups of training samples that ask the same: of conversations, and of data given as token ids."""
+        of_tokens = [hash_id(np.asarray(self.token_ids, "<i4").tobytes())] if self.token_ids else []
+        of_bare = [hash_id(self.bare.encode())] if self.bare is not None else []
+        return [first_turn_group(self.turns[0]), *of_bare, *of_tokens]
 
 
 @dataclass(frozen=True)
@@ -131,14 +136,15 @@ def read_prompts(
     for source, rows in opened.items():
         taken, known, skipped, longest = 0, [], 0, 0
         refusal: ValueError | None = None
-        for turns, tools in rows:
+        for turns, tools, bare in rows:
             if limit is not None and taken + skipped >= limit:
                 break
             try:
-                if not allow_trained and first_turn_group(turns[0]) in trained_groups:  # without rendering it
-                    known.append(Prompt(source, turns, tools, []))
+                prompt = Prompt(source, turns[:max_turns], tools, [], bare)
+                if not allow_trained and any(group in trained_groups for group in prompt.groups):
+                    known.append(prompt)  # without rendering it
                     continue
-                prompt = Prompt(source, turns[:max_turns], tools, encode(chat, turns[0], tools))
+                prompt = replace(prompt, token_ids=encode(chat, turns[0], tools))
             except (RowError, UnicodeEncodeError) as error:  # JSON may escape half a surrogate pair
                 refusal, skipped = error, skipped + 1
                 continue
@@ -203,8 +209,8 @@ def _nothing_left(
     return f"No row of {source} has a user turn to answer. Give other data."
 
 
-def _open(source: str, split: str) -> Iterator[tuple[list[list[Message]], Any]]:
-    """The turns and tools of each row; what can be said against the source is said before the first one."""
+def _open(source: str, split: str) -> Rows:
+    """The turns, tools and bare question of each row; what can be said against the source is said before the first one."""
     name, equals, copy = source.partition("=")
     benchmark = BENCHMARKS.get(source) or (BENCHMARKS.get(name) if equals else None)
     if benchmark is not None:
@@ -238,19 +244,21 @@ def _benchmark_source(name: str, benchmark: Benchmark) -> Source:
         ) from error
 
 
-def _benchmark_rows(benchmark: Benchmark, rows: Iterator[Row]) -> Iterator[tuple[list[list[Message]], Any]]:
+def _benchmark_rows(benchmark: Benchmark, rows: Iterator[Row]) -> Rows:
     for row in rows:
         try:
-            yield [[{"role": "user", "content": question}] for question in benchmark.turns(row)], None
+            value = row.get(benchmark.column)
+            turns = [[{"role": "user", "content": question}] for question in benchmark.turns(row)]
+            yield turns, None, value if isinstance(value, str) else None
         except RowError:
             continue
 
 
-def _conversation_rows(format_name: str, rows: Iterator[Row]) -> Iterator[tuple[list[list[Message]], Any]]:
+def _conversation_rows(format_name: str, rows: Iterator[Row]) -> Rows:
     for row in rows:
         try:
             dialogue = make_dialogue(format_name, row)
-            yield dialogue.turns, dialogue.tools
+            yield dialogue.turns, dialogue.tools, None
         except RowError:  # perhaps tools were called: then only the first question is the same for this target
             try:
                 conversation = parse_conversation(format_name, row)
@@ -258,7 +266,7 @@ def _conversation_rows(format_name: str, rows: Iterator[Row]) -> Iterator[tuple[
                 continue
             roles = [message["role"] for message in conversation.messages]
             if "user" in roles:
-                yield [conversation.messages[: roles.index("user") + 1]], conversation.tools
+                yield [conversation.messages[: roles.index("user") + 1]], conversation.tools, None
 
 
 def source_label(source: str) -> str:

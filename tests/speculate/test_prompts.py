@@ -159,6 +159,13 @@ def test_what_was_trained_on_is_left_out_before_the_limit_counts(read: Read, tmp
         read(write_lines(tmp_path / "b.jsonl", ROWS[:1]), trained_groups=trained)
 
 
+def test_a_benchmarks_question_is_recognised_without_its_wording(read: Read, tmp_path: Path) -> None:
+    copy = write_lines(tmp_path / "copy.jsonl", [{"question": "two apples"}, {"question": "three"}])
+    trained = {first_turn_group([{"role": "user", "content": "two apples"}])}
+    found = read(f"gsm8k={copy}", trained_groups=trained)
+    assert (len(found.prompts), len(found.trained)) == (1, 1)
+
+
 def test_training_data_given_as_token_ids_is_recognised(read: Read, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "a.jsonl", ROWS)
     prompt = read(data).prompts[1]
