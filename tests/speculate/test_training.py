@@ -143,6 +143,16 @@ def test_measuring_changes_nothing_in_the_training(make_config: Callable[..., Tr
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+def test_the_first_of_two_ranks_measures_in_its_own_process(make_config: Callable[..., TrainConfig]) -> None:
+    config = make_config(devices="cpu:2", steps=2)
+    lines: list[str] = []
+    result = train(config, lines.append, measurement=RealAcceptance())
+    assert result.evaluation is not None
+    assert result.evaluation["real_prompts"] == 2
+    assert sum(line.startswith("real acceptance length: 2 prompts of") for line in lines) == 1
+    assert sum("real acceptance length" in line for line in lines if line.startswith("held out at step")) == 2
+
+
 def test_nothing_is_compiled_under_the_stance_of_a_training(
     make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
