@@ -85,6 +85,9 @@ class RealAcceptance:
                 results = [decoder.run(index, prompt) for index, prompt in enumerate(self._prompts)]
             except Interrupted:
                 return {}
+            except torch.OutOfMemoryError:
+                report("warning: no real acceptance length this time: not enough device memory beside the training")
+                return {}
             turns = [turn.speculative for result in results for turn in result.turns]
             statistics = acceptance_statistics(turns, decoder.block_size)
             real = statistics["acceptance_length"]

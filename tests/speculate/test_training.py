@@ -252,6 +252,20 @@ def test_a_gap_prints_once_what_was_checked(make_config: Callable[..., TrainConf
     assert measurement.measure(run, tensors, torch.device("cpu"), 1.0, lines.append, lambda: True) == {}
 
 
+def test_what_cannot_be_checked_does_not_end_the_training(
+    make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> Any:
+        raise InputError("its segment is gone.")
+
+    run = prepare_run(make_config())
+    monkeypatch.setattr(run.reader, "read", fail)
+    lines: list[str] = []
+    RealAcceptance().measure(run, drafter_tensors(run), torch.device("cpu"), 3.9, lines.append, lambda: False)
+    assert any(line.startswith("  warning: own answers: not checked: its segment is gone.") for line in lines)
+    assert any(line.startswith("  ok: train/serve parity") for line in lines)
+
+
 def test_another_target_or_trained_prompts_are_refused_before_the_start(
     make_config: Callable[..., TrainConfig], tiny_target: Callable[..., Path], tmp_path: Path
 ) -> None:
