@@ -13,7 +13,7 @@ from dflash_train.speculate.sampling import Chooser, Sampling, answer_seed
 from dflash_train.stage1_target.target import Target
 from dflash_train.stage2_drafter.drafter import Drafter
 
-CPU = torch.device("cpu")
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 LEAST_P = 1e-3
 """A right sampler falls below it once in a thousand seeds, a wrong one always with these counts."""
 
@@ -49,7 +49,8 @@ def test_the_test_itself_sees_a_wrong_distribution() -> None:
     ids=["plain", "top-p", "top-k", "both"],
 )
 @pytest.mark.parametrize("drafter_is_near", [True, False])
-def test_verified_tokens_have_the_targets_distribution(sampling: Sampling, drafter_is_near: bool) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])])
+def test_verified_tokens_have_the_targets_distribution(sampling: Sampling, drafter_is_near: bool, device: str) -> None:
     """Two drafts, the second position's target distribution depending on the first draft, 60,000 times at once."""
     num, vocab = 60_000, 9
     generator = torch.Generator().manual_seed(1)
@@ -58,10 +59,11 @@ def test_verified_tokens_have_the_targets_distribution(sampling: Sampling, draft
     last = torch.randn(vocab, generator=generator)
     noise = 0.3 if drafter_is_near else 2.0
     proposal = torch.stack((first, table.mean(0))) + noise * torch.randn(2, vocab, generator=generator)
-    chooser = Chooser(sampling, 3, CPU)
-    drafts, proposed = chooser.draft(proposal.expand(num, 2, vocab))
-    logits = torch.stack((first.expand(num, vocab), table[drafts[:, 0]], last.expand(num, vocab)), dim=1)
-    choices = chooser.verify(drafts, proposed, logits)
+    chooser = Chooser(sampling, 3, torch.device(device))
+    drafts, proposed = chooser.draft(proposal.expand(num, 2, vocab).to(device))
+    logits = torch.stack((first.expand(num, vocab), table[drafts[:, 0].cpu()], last.expand(num, vocab)), dim=1)
+    choices = chooser.verify(drafts, proposed, logits.to(device)).cpu()
+    drafts = drafts.cpu()
 
     wanted = sampling.probabilities(first)
     assert p_value(torch.bincount(choices[:, 0], minlength=vocab), wanted) > LEAST_P
