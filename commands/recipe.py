@@ -29,6 +29,8 @@ import click
 from dflash_train.errors import InputError
 from dflash_train.store.location import StoreUrl
 
+NAMES_OR_PATHS = ("target", "data", "evaluate-target", "evaluate-prompts")
+"""Options that name something on the hub, or a path."""
 NOT_IN_RECIPES = ("recipe", "help", "detach")
 
 
@@ -107,7 +109,7 @@ def format_recipe(command: click.Command, values: Mapping[str, Any]) -> str:
     lines = [f"[{command.name}]"]
     for key, name in _option_names(command).items():
         value = values.get(name)
-        if key in ("target", "data") and value is not None:
+        if key in NAMES_OR_PATHS and value is not None:
             value = [_path_or_name(item) for item in value] if isinstance(value, tuple) else _path_or_name(value)
         if value is not None:
             lines.append(f"{key} = {_toml(value)}")
@@ -115,6 +117,9 @@ def format_recipe(command: click.Command, values: Mapping[str, Any]) -> str:
 
 
 def _path_or_name(text: str) -> Path | str:
+    name, equals, path = text.partition("=")
+    if equals and Path(path).exists():  # gsm8k=FILE
+        return f"{name}={Path(path).absolute()}"
     return Path(text) if Path(text).exists() else text
 
 

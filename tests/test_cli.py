@@ -153,9 +153,13 @@ def test_the_commands_in_a_row(tmp_path: Path, data: Path, tiny_target: Any, enc
 
     train = ["train-drafter", "--store", store, "--run", folder, "--gpus", "cpu", "--num-layers", 1, "--block-size", 4]
     train += ["--row-tokens", 128, "--anchors", 16, "--rows-per-step", 1, "--steps", 2, "--mask-token", "<|mask|>"]
-    trained = run(*train, "--holdout", 0.2)
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text(json.dumps({"prompt": "a new question"}) + "\n")
+    measured = ["--evaluate-target", target, "--evaluate-prompts", asked, "--evaluate-new-tokens", 4]
+    trained = run(*train, "--holdout", 0.2, *measured)
     assert trained.exit_code == 0, trained.output
     assert (folder / "checkpoints" / "step-00000002" / "model.safetensors").exists()
+    assert trained.output.count(", real acceptance length ") == 2  # at the steps 0 and 2
     shutil.copy(folder / "recipe.toml", tmp_path / "again.toml")
     repeated = run("train-drafter", "--recipe", tmp_path / "again.toml", "--run", tmp_path / "again")
     assert repeated.exit_code == 0, repeated.output

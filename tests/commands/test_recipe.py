@@ -55,6 +55,19 @@ def test_a_written_recipe_gives_the_same_options_back(
     assert again == {key: absolute(value) for key, value in values.items()}
 
 
+def test_several_data_sets_and_copies_of_benchmarks_become_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "copy.jsonl").touch()
+    words = ["--target", "t", "--drafter", "d", "--data", "gsm8k=copy.jsonl", "--data", "mbpp", "--data", "copy.jsonl"]
+    (tmp_path / "r.toml").write_text(format_recipe(command("evaluate"), parse("evaluate", *words)))
+    file = str(tmp_path / "copy.jsonl")
+    assert parse("evaluate", "--recipe", "r.toml")["data"] == (f"gsm8k={file}", "mbpp", file)
+    (tmp_path / "one.toml").write_text('[evaluate]\ntarget = "t"\ndrafter = "d"\ndata = "p"\n')
+    assert parse("evaluate", "--recipe", "one.toml")["data"] == ("p",)
+
+
 def test_flags_win_over_the_recipe_and_the_recipe_over_defaults(tmp_path: Path) -> None:
     path = tmp_path / "r.toml"
     path.write_text('[train-drafter]\nstore = "s"\nrun = "r"\nlr = 1e-3\nseed = 5\n[extract]\nencoding = "bf16"\n')
