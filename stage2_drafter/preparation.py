@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dflash_train.errors import InputError
-from dflash_train.stage2_drafter.checkpoint import Checkpoint, newest_checkpoint
+from dflash_train.stage2_drafter.checkpoint import Checkpoint, find_drafter, newest_checkpoint, read_groups
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.drafter_config import DrafterConfig
 from dflash_train.stage2_drafter.follow import Following
@@ -45,9 +45,14 @@ class PreparedRun:
     """Where the store grows: what schedule, held-out rows and total_steps follow from."""
 
     def training_groups(self) -> np.ndarray:
-        """Groups (int64, ascending, each once) of all that is not held out: no prompt of these is evaluated on."""
+        """Groups (int64, ascending, each once) of all that is not held out: no prompt of these is evaluated on.
+
+        Those that the drafter of --init-from was trained on are among them, as far as it lists them.
+        """
         groups = np.asarray(self.reader.samples["group"], dtype=np.int64)
-        return np.unique(groups[~split_holdout(groups, self.config.holdout)])
+        own, start = groups[~split_holdout(groups, self.config.holdout)], self.config.init_from
+        before = None if start is None or not start.is_dir() else read_groups(find_drafter(start))
+        return np.unique(own) if before is None else np.union1d(own, before)
 
 
 def prepare_run(

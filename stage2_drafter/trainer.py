@@ -154,8 +154,6 @@ class Trainer:
         reader = self.run.reader
         initial = initial_weights(path, reader.encoding, reader.calibration, self.rank.device)
         load_masters(self.named, initial.masters, initial.folder)
-        if (groups := read_groups(initial.folder)) is not None:
-            self._groups = groups
         self.report(initial.describe())
 
     def save(self) -> Checkpoint | None:

@@ -222,6 +222,10 @@ def test_without_held_out_rows_the_real_number_stands_alone(make_config: Callabl
     assert "acceptance_length" not in read_metrics(config.run, "evaluation")[-1]
     groups = read_groups(list_checkpoints(config.run)[-1].path)
     assert groups is not None
+    later = prepare_run(make_config(run=config.run / "later", init_from=config.run, holdout=0.5))
+    assert set(later.training_groups().tolist()) == set(groups.tolist()), (
+        "what its first weights were trained on counts"
+    )
     assert set(groups.tolist()) == {first_turn_group([{"role": "user", "content": text}]) for text in QUESTIONS}
     assert read_metrics(config.run, "evaluation")[-1]["real_prompts"] == 2  # «question 0» was trained on
 
