@@ -14,7 +14,7 @@ The target has random weights (random_target.py) unless --target names one. Phas
               in the middle, the trainer is started again
     swapped   the same with the two sets of GPUs swapped, without kills
 
-Rates are taken in windows of --window seconds after the first batch or step of all processes. The trainer's rows/s count
+Rates are taken in windows of --window seconds after the first batches or steps of all processes. The trainer's rows/s count
 the seconds of its steps, waits for the store included, from the sixth step on. Everything is torn down with SIGKILL.
 """
 
@@ -196,9 +196,9 @@ class Benchmark:
     # -- what is measured ----------------------------------------------------------------------------------------------
 
     def all_run(self, command: Command) -> bool:
-        """Whether every worker of an extract has run a batch."""
-        events = command.events("progress")
-        return bool(events) and all(worker["num_tokens"] for worker in events[-1]["workers"])
+        """Whether every worker of an extract is past its first batches, which are slow."""
+        events, least = command.events("progress"), 2 * self.sizes["batch_tokens"]
+        return bool(events) and all(worker["num_tokens"] >= least for worker in events[-1]["workers"])
 
     def extract_rate(self, command: Command, began: float) -> dict[str, Any]:
         """Tokens/s between the first and the last progress line since `began`, in all and by worker."""
