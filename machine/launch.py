@@ -32,6 +32,8 @@ from typing import Any, Protocol, Self
 from dflash_train.errors import InputError
 
 STORE_SECONDS = 60.0
+LINGER_SECONDS = 60.0
+"""For the end of an interpreter: on a machine whose cores are all busy, 10 seconds were too few for one with torch."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 STARTUP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
@@ -354,7 +356,7 @@ class ProcessGroup:
 def _end(process: Process) -> None:
     """Reap a process whose pipe is closed; one that lingers without a pipe is of no use and is killed."""
     try:
-        process.popen.wait(10.0)
+        process.popen.wait(LINGER_SECONDS)
     except subprocess.TimeoutExpired:
         process.lingered = True
         process.popen.kill()
