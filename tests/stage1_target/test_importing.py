@@ -381,23 +381,12 @@ def test_an_imported_store_trains(config: ImportConfig, target: Target, tmp_path
 
     write_speculators(config.source, target)
     name, store = target.config.name, str(config.store)
-    words = ["import-store", str(config.source), "--store", store, "--target", name, "--layers", "2,4", "--gpus", "cpu"]
-    result = CliRunner().invoke(main, words)
+    words = f"import-store {config.source} --store {store} --target {name} --layers 2,4 --gpus cpu"
+    result = CliRunner().invoke(main, words.split())
     assert result.exit_code == 0, result.output
     assert "imported 8 of 8 files" in result.output and (tmp_path / "store.recipe.toml").exists()
-    words = ["train-drafter", "--store", store, "--run", str(tmp_path / "run"), "--gpus", "cpu", "--steps", "1"]
-    words += [
-        "--num-layers",
-        "1",
-        "--block-size",
-        "4",
-        "--row-tokens",
-        "128",
-        "--anchors",
-        "16",
-        "--rows-per-step",
-        "1",
-    ]
-    result = CliRunner().invoke(main, [*words, "--holdout", "0", "--mask-token", "<|mask|>"])
+    words = "train-drafter --gpus cpu --steps 1 --num-layers 1 --block-size 4 --row-tokens 128 --anchors 16 --holdout 0"
+    words += f" --rows-per-step 1 --mask-token <|mask|> --store {store} --run {tmp_path / 'run'}"
+    result = CliRunner().invoke(main, words.split())
     assert result.exit_code == 0, result.output
     assert list((tmp_path / "run" / "checkpoints").glob("step-*/model.safetensors"))
