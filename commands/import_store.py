@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from dflash_train.commands.options import check_name, layer_ids_of, one_gpu_option, use_one_device
+from dflash_train.commands.options import StorePath, check_name, layer_ids_of, one_gpu_option, use_one_device
 from dflash_train.commands.recipe import write_recipe
 from dflash_train.commands.terminal import Terminal, progress_options
 from dflash_train.units import format_duration
@@ -18,7 +18,7 @@ from dflash_train.units import format_duration
 @click.option(
     "--store",
     required=True,
-    type=click.Path(path_type=Path),
+    type=StorePath(url=False),
     callback=check_name,
     help="Folder of the store; filled up if it is there.",
 )
@@ -68,7 +68,7 @@ from dflash_train.units import format_duration
 )
 @click.option(
     "--calibration-from",
-    type=click.Path(path_type=Path),
+    type=StorePath(url=False),
     help="Take channel scale and projection of this store, to train on both.",
 )
 @click.option(

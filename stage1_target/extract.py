@@ -111,9 +111,7 @@ def extract(config: ExtractConfig, report: Report | None = None) -> ExtractResul
         if not len(prepared.pending):
             prepared.plan.beat("finished")
             return result
-        check_writable(config.store)
-        waiting = min(prepared.forecast.needed_bytes, GPU_THREADS * len(devices) * config.segment_bytes)
-        check_spool(config.store, max(waiting, prepared.forecast.frozen_bytes))
+        _check_upload(prepared, len(devices))
         started = time.monotonic()
         with stop_signals() as stop:
             try:
@@ -159,6 +157,7 @@ def _extract_share(config: ExtractConfig, devices: list[Device], ranks: Ranks, r
     if not len(whole.pending):
         share.plan.beat("finished")
         return result
+    _check_upload(share, len(devices))
     newest: Progress | None = None
 
     def report_share(event: Event) -> None:
@@ -195,6 +194,14 @@ def _extract_share(config: ExtractConfig, devices: list[Device], ranks: Ranks, r
         share.plan.beat(result.outcome)
         result.failures = ranks.leave_together(result.failures, stop)
         return result
+
+
+def _check_upload(prepared: Prepared, num_workers: int) -> None:
+    """Raise StoreError unless a store at a URL may be written, and what waits for its upload has room here."""
+    config, forecast = prepared.config, prepared.forecast
+    check_writable(config.store)
+    waiting = min(forecast.needed_bytes, GPU_THREADS * num_workers * config.segment_bytes)
+    check_spool(config.store, max(waiting, forecast.frozen_bytes))
 
 
 def _nothing(_event: Event) -> None:

@@ -29,7 +29,7 @@ from dflash_train.store.files import StoreError, write_error
 from dflash_train.store.location import StoreUrl
 from dflash_train.store.objects import PARALLEL_CALLS, MissingBucket, MissingObject, Objects
 from dflash_train.store.opened import Segment
-from dflash_train.store.segment import SEGMENTS, is_row_file
+from dflash_train.store.segment import REFERENCE, SEGMENTS, is_row_file
 
 WHOLE_BYTES = 16 << 20
 """Files of rows up to this size, but for features, are fetched whole: a request for a sample's part takes as long."""
@@ -304,6 +304,8 @@ class RemoteFiles:
 def downloaded(location: StoreUrl) -> Iterator[tuple[Path, Objects, dict[str, int]]]:
     """A folder with the store's own files, whatever their state, and an empty one for each committed segment.
 
+    Folders of reference samples are treated as segments; what is half-written or a cache is left out.
+
     Yields it with the sizes of all objects; `download_segment` fills a segment's folder. It is removed at the end.
     """
     objects = Objects(location)
@@ -315,9 +317,10 @@ def downloaded(location: StoreUrl) -> Iterator[tuple[Path, Objects, dict[str, in
             (folder / SEGMENTS).mkdir()
             for name, size in sizes.items():
                 if not _is_of_segment(name):
-                    _download(objects, name, folder, size)
+                    if not name.startswith("."):
+                        _download(objects, name, folder, size)
                 elif name.split("/")[2:] == ["zarr.json"]:
-                    (folder / name).parent.mkdir()
+                    (folder / name).parent.mkdir(parents=True)
         except OSError as error:
             raise write_error(folder, 0, error) from error
         yield folder, objects, sizes
@@ -349,9 +352,9 @@ def _own_folder(parent: Path) -> Iterator[Path]:
 
 
 def download_segment(folder: Path, name: str, objects: Objects, sizes: Mapping[str, int]) -> None:
-    """Fetch all objects of a segment into its folder below `folder`."""
+    """Fetch all objects of a segment, `segments/<id>` or `reference/<id>`, into its folder below `folder`."""
     for file, size in sizes.items():
-        if file.startswith(f"{SEGMENTS}/{name}/"):
+        if file.startswith(f"{name}/"):
             _download(objects, file, folder, size)
 
 
@@ -366,4 +369,4 @@ def _download(objects: Objects, name: str, folder: Path, size: int) -> None:
 
 
 def _is_of_segment(name: str) -> bool:
-    return name.startswith(f"{SEGMENTS}/") and name.count("/") >= 2
+    return name.startswith((f"{SEGMENTS}/", f"{REFERENCE}/")) and name.count("/") >= 2

@@ -97,10 +97,14 @@ def _verify_remote(location: StoreUrl, progress: Callable[[int, int], None] | No
                 raise StoreError(str(error).replace(str(folder), str(location))) from error
         verifier = _Verifier(folder, progress, sum(sizes.values()))
         verifier.verify_root()
-        for name in verifier.segment_ids:
+        reference = None if verifier.encoding is None else reference_encoding(verifier.encoding)
+        parts = [(f"{SEGMENTS}/{name}", name, verifier.encoding) for name in verifier.segment_ids]
+        for place in list_references(folder):
+            parts.append((f"{REFERENCE}/{place.name}", f"{REFERENCE}/{place.name}", reference))
+        for name, label, encoding in parts:
             download_segment(folder, name, objects, sizes)
-            verifier.verify_segment(folder / SEGMENTS / name, name, verifier.encoding)
-            shutil.rmtree(folder / SEGMENTS / name, ignore_errors=True)
+            verifier.verify_segment(folder / name, label, encoding)
+            shutil.rmtree(folder / name, ignore_errors=True)
     report = verifier.report
     here, there = str(folder), str(location)
     report.problems = [replace(problem, text=problem.text.replace(here, there)) for problem in report.problems]

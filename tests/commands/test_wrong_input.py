@@ -2129,6 +2129,13 @@ CASES: dict[str, list[Case]] = {
             "its path.",
         ),
         Case(
+            "a URL to import to",
+            "import-store states --target target --store s3://bucket/new.zarr",
+            2,
+            "Invalid value for '--store': s3://bucket/new.zarr is a URL, but this command takes a store in a folder. Give "
+            "its path.",
+        ),
+        Case(
             "a cache of less than nothing",
             f"{TRAIN} --cache-bytes -1",
             1,

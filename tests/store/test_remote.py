@@ -23,6 +23,7 @@ from dflash_train.store.location import StoreUrl, located, parse_store
 from dflash_train.store.objects import Objects
 from dflash_train.store.reader import StoreReader, list_segments, open_manifest
 from dflash_train.store.report import store_report
+from dflash_train.store.segment import REFERENCE, SegmentWriter
 from dflash_train.store.upload import open_segment_writer, store_exists
 from dflash_train.store.verify import verify_store
 
@@ -349,6 +350,24 @@ def test_every_flipped_cut_and_missing_object_is_found(stored: Path, s3: Any, lo
     (dead / "segments").mkdir(parents=True)
     assert verify_store(location) == wanted
     assert not list(location.spool.iterdir())
+
+
+def test_reference_samples_of_a_copied_store_are_verified(
+    with_: Any, s3: Any, location: StoreUrl, tmp_path: Path
+) -> None:
+    maker, bf16 = with_(encoding_name="int8"), with_(encoding_name="bf16")
+    path = maker.store(tmp_path / "local.zarr")
+    writer = SegmentWriter(path, bf16.encoding, {}, None, REFERENCE)
+    writer.append(**bf16.sample(1, 20))
+    segment = writer.commit()
+    s3.upload(path, "deep/s.zarr")
+    wanted = verify_store(path)
+    found = verify_store(location)
+    assert (found.problems, found.leftovers, found.num_samples) == ([], [], wanted.num_samples)
+    assert found.num_bytes == wanted.num_bytes and len(StoreReader(location).samples) == 14
+    name = f"deep/s.zarr/reference/{segment}/features/c/0/0"
+    s3.put(name, flip(s3.objects(name)[name], 5))
+    assert {problem.segment for problem in verify_store(location).problems} == {f"reference/{segment}"}
 
 
 def test_damaged_rows_are_refused_by_name(stored: Path, s3: Any, location: StoreUrl) -> None:
