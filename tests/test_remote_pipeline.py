@@ -100,7 +100,7 @@ def test_remote_store_gives_the_local_stores_drafter_bit_for_bit(
     drafters = [load_file(next(run.glob("checkpoints/*4/model.safetensors"))) for run in (far, near)]
     assert all(torch.equal(drafters[0][name], drafters[1][name]) for name in drafters[1])
     assert sum(path.stat().st_size for path in tmp_path.glob("cache/*/rows/*/*")) <= 30_000
-    assert f'store = "{url}"' in (far / "recipe.toml").read_text()
+    assert f'store = ["{url}"]' in (far / "recipe.toml").read_text()
 
     written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} | s3.objects()
     for secret in (s3.secret, "AKIAXXXXXXXXXXXXXXXX"):
