@@ -20,7 +20,14 @@ from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.drafter_config import DrafterConfig
 from dflash_train.stage2_drafter.follow import Following
 from dflash_train.stage2_drafter.initial_weights import initial_weights, read_initial_config
-from dflash_train.stage2_drafter.rows import HoldoutRows, RowSchedule, check_lengths, in_fraction, split_holdout
+from dflash_train.stage2_drafter.rows import (
+    HoldoutRows,
+    RowSchedule,
+    check_lengths,
+    hash_place,
+    in_fraction,
+    split_holdout,
+)
 from dflash_train.stage2_drafter.run_folder import Round, read_ledger, read_rounds
 from dflash_train.store.joined import open_stores
 from dflash_train.store.location import StoreLocation
@@ -50,7 +57,9 @@ class PreparedRun:
         Those that the drafter of --init-from was trained on are among them, as far as it lists them.
         """
         groups = np.asarray(self.reader.samples["group"], dtype=np.int64)
-        own, start = groups[~split_holdout(groups, self.config.holdout)], self.config.init_from
+        following, share = self.following is not None, self.config.holdout
+        held_out = hash_place(groups) < share if following else split_holdout(groups, share)
+        own, start = groups[~held_out], self.config.init_from
         before = None if start is None or not start.is_dir() else read_groups(find_drafter(start))
         return np.unique(own) if before is None else np.union1d(own, before)
 

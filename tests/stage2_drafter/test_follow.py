@@ -12,7 +12,7 @@ from dflash_train.errors import InputError
 from dflash_train.stage2_drafter import follow
 from dflash_train.stage2_drafter import train as train_module
 from dflash_train.stage2_drafter import trainer as trainer_module
-from dflash_train.stage2_drafter.checkpoint import newest_checkpoint
+from dflash_train.stage2_drafter.checkpoint import newest_checkpoint, read_groups
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.rank import run_rank
 from dflash_train.stage2_drafter.rows import GrowingSchedule, hash_place, in_fraction
@@ -251,6 +251,9 @@ def test_consumed_segments_go_once_a_checkpoint_is_behind_their_passes(
     assert most[0] <= 6, "the store stayed bounded"
     held_out = {identity for identity, group in groups.items() if hash_place(np.array([group]))[0] < 0.3}
     assert held_out and counts == dict.fromkeys(growing.ids - held_out, 2)
+    newest = newest_checkpoint(config.run)
+    listed = None if newest is None else read_groups(newest.path)
+    assert listed is not None and set(listed.tolist()) == {groups[identity] for identity in counts}, "removed or not"
     left = StoreReader(growing.path)
     assert left.stored_ids() == held_out, "held-out samples were copied"
     assert {source.get("copied") for source in left.sources()} == {follow.COPY_SOURCE}
