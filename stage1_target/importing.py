@@ -48,6 +48,7 @@ from dflash_train.stage1_target.target import (
     text_config,
 )
 from dflash_train.store.calibration import Calibration
+from dflash_train.store.consumed import read_consumed
 from dflash_train.store.creation import clean_staging, create_store, store_lock
 from dflash_train.store.encoding import AUTO_RANK, Encoding, is_projected, make_encoding, resolve_rank
 from dflash_train.store.manifest import hash_id
@@ -149,8 +150,9 @@ class _Import:
         order = np.random.default_rng([self.config.seed, 2]).permutation(len(files)).tolist()
         if reader is None:
             return [files[number] for number in order]
-        stored = reader.stored_ids()
-        known = {(entry.get("file"), entry.get("bytes"), entry.get("modified")) for entry in reader.quarantined()}
+        consumed = read_consumed(reader.path)
+        stored, entries = reader.stored_ids() | consumed.ids, [*reader.quarantined(), *consumed.quarantined]
+        known = {(entry.get("file"), entry.get("bytes"), entry.get("modified")) for entry in entries}
         pending = []
         for number in order:
             file = files[number]
@@ -263,7 +265,7 @@ class _Import:
             "data": {"name": self._source, "format": self.layout.name, "layers": list(config.layers)},
             "settings": {"target": config.target.name, "seed": config.seed},
         }
-        stored = reader.stored_ids()
+        stored = reader.stored_ids() | read_consumed(reader.path).ids
         calibration = reader.calibration.to(self._device)
         state_bytes = sum(file.path.stat().st_size for file in self.layout.files)
         num_tokens = state_bytes // (2 * self.encoding.num_states)  # about: for the share of reference samples alone

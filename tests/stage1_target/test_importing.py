@@ -24,8 +24,10 @@ from dflash_train.stage1_target.importing import import_store
 from dflash_train.stage1_target.samples import DataConfig
 from dflash_train.stage1_target.target import Target, TargetConfig, load_target
 from dflash_train.stage1_target.writer import StoreWriter
+from dflash_train.store.consumed import remove_segments
 from dflash_train.store.encoding import make_encoding
 from dflash_train.store.manifest import StoreError
+from dflash_train.store.opened import Segment
 from dflash_train.store.reader import StoreReader
 from dflash_train.store.report import store_report
 from dflash_train.store.verify import verify_store
@@ -336,6 +338,16 @@ def test_a_store_of_extract_is_filled_up_and_nothing_is_stored_twice(
         import_store(config)
     with pytest.raises(StoreError, match=r"target_layer_ids: found \[1, 3\], wanted \[1, 2\]"):
         import_store(replace(config, encoding="int8", layers=(1, 2)))
+
+
+def test_samples_that_were_consumed_are_not_imported_again(config: ImportConfig, target: Target) -> None:
+    write_specforge(config.source, target)
+    assert import_store(config).num_new == 8
+    folder = config.store / "segments" / StoreReader(config.store).segment_ids[0]
+    segment = Segment(folder, make_encoding("bf16", 2, 32))
+    remove_segments(config.store, {folder.name: (segment.samples, segment.quarantined)})
+    assert len(StoreReader(config.store).samples) < 8
+    assert import_store(config).lines() == ["nothing to do: all 8 files are stored or in quarantine (0)"]
 
 
 def test_projected_stores_are_fitted_on_the_files_and_keep_references(
