@@ -78,11 +78,16 @@ class Following:
             self._add(entry)
 
     def plan(self, segments: tuple[str, ...]) -> list[np.ndarray]:
-        """The rows of the next round over these segments."""
+        """The rows of the next round over these segments, filled up with empty ones to whole optimizer steps.
+
+        A row left for a step that the next round must complete would keep its segments from being consumed, and the
+        extract, whose store is full, from storing what the next round is made of.
+        """
         wanted = len(self.rounds), segments
         if self._planned is None or self._planned[0] != wanted:  # the first rank has planned it to decide it
             lengths, training, _held_out = self.split(segments)
             plan = plan_epoch(lengths, training, self.config.seed, len(self.rounds), self.config.row_tokens)
+            plan += [np.zeros(0, np.int64)] * (-len(plan) % self.config.rows_per_step)
             self._planned = wanted, plan
         return self._planned[1]
 

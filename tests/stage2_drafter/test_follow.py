@@ -203,6 +203,22 @@ def test_the_end_of_an_extract_is_noticed_and_said(growing: GrowingStore, make_t
     ]
 
 
+@pytest.mark.parametrize("rows_per_step", [1, 2, 5, 7])
+def test_a_round_ends_with_a_step_so_that_a_full_store_can_be_consumed(
+    growing: GrowingStore, make_train_config: MakeConfig, rows_per_step: int
+) -> None:
+    growing.grow(8)
+    config = make_train_config(growing.path, follow=True, rows_per_step=rows_per_step)
+    reader = StoreReader(growing.path)
+    following = follow.Following(config, reader, [], 0)
+    plan = following.plan(tuple(reader.segment_ids))
+    full = [row for row in plan if len(row)]
+    assert len(plan) % rows_per_step == 0 and len(plan) - len(full) < rows_per_step
+    assert not any(len(row) for row in plan[len(full) :]), "the empty ones are last"
+    trained = np.concatenate(full)
+    assert len(trained) == len(np.unique(trained)), "each sample once"
+
+
 def test_growing_schedule_has_the_rows_of_its_rounds_in_order() -> None:
     schedule = GrowingSchedule(seed=1, row_tokens=8)
     schedule.add(3, last=False)
