@@ -235,15 +235,13 @@ def open_layout(folder: Path, layout: str | None, hidden_states: Path | None = N
 
 def _guarded(function: Any, *arguments: Any) -> Any:
     """Call a reader; whatever a damaged file makes its library raise becomes a reason in one line."""
-    import pickle
-
     try:
         return function(*arguments)
     except (UnusableFile, MemoryError):
         raise
-    except pickle.UnpicklingError as error:
-        raise UnusableFile("it is damaged, or holds more than tensors, which could run code") from error
     except Exception as error:  # zip, gzip, zlib, json, torch and safetensors raise their own
+        if type(error).__name__ == "UnpicklingError":
+            raise UnusableFile("it is damaged, or holds more than tensors, which could run code") from error
         first = next(iter(str(error).strip().splitlines()), "").rstrip(".")
         raise UnusableFile(f"it cannot be read: {type(error).__name__}{f': {first[:200]}' if first else ''}") from error
 

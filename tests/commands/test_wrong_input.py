@@ -2280,8 +2280,11 @@ def test_untrusted_input_is_only_ever_data() -> None:
                 assert not bad, f"{path}:{node.lineno} imports {bad}"
         for name, call_node in calls_of(tree):
             place = f"{path}:{call_node.lineno}: {ast.unparse(call_node)[:100]}"
-            assert name in trusted or not forbidden.fullmatch(name), place
             keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call_node.keywords}
+            if name == "torch.load" and path.name == "foreign.py":  # what others wrote: tensors and nothing else
+                assert keywords.get("weights_only") == "True", place
+                continue
+            assert name in trusted or not forbidden.fullmatch(name), place
             assert keywords.get("shell", "False") == "False", place
             assert keywords.get("allow_pickle", "False") == "False", place
             assert keywords.get("trust_remote_code", "False") in ("False", "trust_remote_code"), place
