@@ -314,7 +314,7 @@ def test_a_killed_workers_samples_go_to_the_others(config: ExtractConfig, groups
     assert result.message == "stored 120 of 120"
     [failure] = result.failures
     assert "was killed by SIGKILL" in failure and failure in notes
-    assert "; its last lines: " in failure and " INFO Checked in " in failure, "what its log ends with"
+    assert "; its last lines: " in failure and " INFO " in failure, "what its log ends with"
     assert any("uncommitted samples go to the other workers" in note for note in notes)
     assert_whole(folder_of(config))
     assert list((folder_of(config) / ".staging").iterdir()) == []
