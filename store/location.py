@@ -90,7 +90,9 @@ def parse_store(text: str) -> StoreLocation:
     protocol, rest = match[1].lower(), match[2]
     if protocol == "file":
         return Path(unquote(rest))
-    if "@" in rest.partition("/")[0]:
+    authority = rest.partition("/")[0]
+    user = re.match(r"[^/]*:(?!\d*(/|$))", rest)  # a colon that no port follows: the password may hold a slash
+    if "@" in authority or ("@" in rest and user):
         raise InputError(
             f"The URL of the store, {protocol}://…, has a user or password before «@», which would end up in recipes and "
             f"logs. Leave them out and give them as {_way_in(protocol)}."

@@ -29,6 +29,8 @@ def test_urls_keep_two_slashes_and_lose_the_last() -> None:
     [
         "s3://AKIA123:hunter2secret@bucket/s.zarr",
         "s3://hunter2secret@bucket/s.zarr",
+        "s3://AKIA123:hunter2secret/with/slashes@bucket/s.zarr",
+        "s3://AKIA123:8x/hunter2secret@bucket/s.zarr",
         "https://host/s.zarr?X-Amz-Signature=hunter2secret",
         "abfs://c/s.zarr?sig=hunter2secret",
         "gs://bucket/s.zarr#hunter2secret",
