@@ -108,7 +108,8 @@ class EvaluateConfig:
                 raise InputError(f"--{name.replace('_', '-')} is {value}, but at least {least} is needed.")
         if self.block_size is not None and self.block_size > MOST_BLOCK_SIZE:
             raise InputError(f"--block-size is {self.block_size}, but at most {MOST_BLOCK_SIZE} makes sense.")
-        if self.reference and not self.sampling.is_greedy:
+        sampling = self.sampling  # what it refuses is refused before anything is loaded
+        if self.reference and not sampling.is_greedy:
             raise InputError(
                 f"--reference compares token by token, which --temperature {self.temperature:g} leaves to chance; give one "
                 "of them."

@@ -91,6 +91,12 @@ def train(
             config, place, report if place.rank == 0 else lambda line: None, progress, measurement
         )
     devices = parse_devices(config.devices)
+    if config.precision == "fp8" and devices[0].torch_device == "cpu":
+        import torch
+
+        from dflash_train.stage2_drafter.fp8 import check_fp8
+
+        check_fp8(torch.device("cpu"), ())  # which refuses it; what a GPU lacks shows in its process
     if config.follow and not _await_store(config.store_folder, report):
         return TrainResult(run=config.run, step=0, total_steps=0, stopped=True, checkpoint=None, evaluation=None)
     open_manifest(config.store)  # what is no store is refused before the run folder is made
@@ -102,7 +108,7 @@ def train(
             check_initial_weights(run)
         check_disk_space(config.run, _num_parameters(run), config.keep)
         lines = [] if measurement is None else measurement.check(run)
-    if checkpoint is not None and checkpoint.step >= run.total_steps and _is_closed(run):
+    if checkpoint is not None and checkpoint.step >= run.total_steps and _is_closed(run) and not _removals_left(run):
         more = (
             "give more --steps or --epochs to go on" if run.following is None else "all rounds over the store are done"
         )
@@ -141,6 +147,14 @@ def _await_store(store: Path, report: Report) -> bool:
 def _is_closed(run: PreparedRun) -> bool:
     """Whether no more rows come to a run than those its total is made of."""
     return run.following is None or run.config.steps is not None or run.following.schedule.closed
+
+
+def _removals_left(run: PreparedRun) -> bool:
+    """Whether a run whose steps are done was killed before it removed all that it consumes."""
+    if run.following is None or run.config.consume is None:
+        return False
+    due = run.following.due(run.following.schedule.num_planned)
+    return not set(due).isdisjoint(list_segments(run.config.store_folder))
 
 
 def _follow(

@@ -230,6 +230,8 @@ def test_values_out_of_range_are_refused(config: EvaluateConfig) -> None:
         replace(config, block_size=1)
     with pytest.raises(InputError, match="--max-new-tokens is 0"):
         replace(config, max_new_tokens=0)
+    with pytest.raises(InputError, match="--top-p is 0, but must be more than 0 and at most 1"):
+        replace(config, temperature=0.7, top_p=0)
     with pytest.raises(InputError, match="None of the 3 prompts .* leaves room for the new tokens"):
         evaluate(replace(config, max_new_tokens=500))
     with pytest.raises(InputError, match="'gpu' is unknown to torch"):

@@ -490,3 +490,12 @@ def test_mask_token_is_the_tokenizers_own_or_its_first_unused_row(tiny_tokenizer
     assert resolve_mask_token(None, size + 5, tmp_path) == size
     with pytest.raises(InputError, match=f"uses all {size} rows of the embedding. Give --mask-token"):
         resolve_mask_token(None, size, tmp_path)
+
+
+def test_fp8_on_a_cpu_is_refused_before_the_run_folder_is_made(
+    make_store: MakeStore, make_train_config: MakeConfig
+) -> None:
+    config = make_train_config(make_store(), precision="fp8")
+    with pytest.raises(InputError, match="--precision fp8 needs a GPU of the Hopper class"):
+        train(config, report=lambda line: None)
+    assert not config.run.exists()
