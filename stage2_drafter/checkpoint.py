@@ -173,7 +173,9 @@ def read_groups(folder: Path) -> np.ndarray | None:
     try:
         check_file(folder, GROUPS)
         groups: np.ndarray = np.load(folder / GROUPS, allow_pickle=False)
-    except (OSError, ValueError) as error:
+        if not isinstance(groups, np.ndarray) or groups.ndim != 1 or groups.dtype != np.int64:
+            raise ValueError("it is no list of 64-bit integers")
+    except (OSError, ValueError, EOFError) as error:
         raise InputError(
             f"{folder / GROUPS} cannot be read: {str(error).rstrip('.')}. Restore it, or remove it to go without the check "
             "that no prompt was trained on."

@@ -84,6 +84,8 @@ def initial_weights(
     """
     folder = find_drafter(path)
     masters = {name: tensor.detach() for name, tensor in load_drafter(folder, torch.float32).named_parameters()}
+    if bad := [name for name, tensor in masters.items() if not tensor.isfinite().all()]:
+        raise InputError(f"--init-from {folder} has values in {bad[0]} that are not finite. Give another drafter.")
     weight, calibration = masters["fc.weight"].to(device), calibration.to(device)
     lost = lost_energy(weight, calibration) if encoding.is_projected else 0.0
     if lost > MAX_LOST_ENERGY:

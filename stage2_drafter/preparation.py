@@ -60,7 +60,11 @@ class PreparedRun:
         following, share = self.following is not None, self.config.holdout
         held_out = hash_place(groups) < share if following else split_holdout(groups, share)
         own, start = groups[~held_out], self.config.init_from
-        before = None if start is None or not start.is_dir() else read_groups(find_drafter(start))
+        before, resumed = None, None if start is None else newest_checkpoint(self.config.run)
+        if resumed is not None:  # its list has those of the first drafter, whose folder is needed no more
+            before = read_groups(resumed.path)
+        elif start is not None and start.is_dir():
+            before = read_groups(find_drafter(start))
         return np.unique(own) if before is None else np.union1d(own, before)
 
 
@@ -220,9 +224,11 @@ def _fitted(drafter_config: DrafterConfig, config: TrainConfig, reader: StoreRea
 
 
 def check_initial_weights(run: PreparedRun) -> None:
-    """Refuse weights to start from that the store's projection would change too much; nothing without a projection."""
-    if run.config.init_from is not None and run.reader.encoding.is_projected:
+    """Refuse weights to start from that are not finite or that the store's projection would change too much, and a list
+    of their training data that cannot be read: before anything is trained, not at the first checkpoint."""
+    if run.config.init_from is not None:
         initial_weights(run.config.init_from, run.reader.encoding, run.reader.calibration)
+        run.training_groups()
 
 
 def check_drafter(drafter_config: DrafterConfig, manifest: Manifest, store: StoreLocation, source: Path) -> None:

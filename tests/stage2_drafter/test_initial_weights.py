@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -190,6 +191,33 @@ def test_tensors_that_do_not_fit_are_named(make_store: MakeStore, make_train_con
         read_initial_config(path)
     config = make_train_config(store, run="new", steps=1, init_from=path)
     with pytest.raises(InputError, match="does not fit its config.json"):
+        train(config, report=lambda line: None)
+    assert not config.run.exists()
+
+
+def test_a_drafter_that_is_damaged_is_refused_before_anything_is_trained(
+    make_store: MakeStore, make_train_config: MakeConfig
+) -> None:
+    store = make_store()
+    first = make_train_config(store, steps=0)
+    run_here(first)
+    path = checkpoint_of(first)
+    config = make_train_config(store, run="new", steps=1, init_from=path)
+    groups = (path / "trainer" / "groups.npy").read_bytes()
+    (path / "trainer" / "groups.npy").write_bytes(groups[:-1])
+    with pytest.raises(InputError, match=r"groups.npy cannot be read: .* is damaged"):
+        train(config, report=lambda line: None)
+    (path / "checksums.json").unlink()
+    np.save(path / "trainer" / "groups.npy", np.array(["a", "b"]))
+    with pytest.raises(InputError, match=r"groups.npy cannot be read: it is no list of 64-bit integers"):
+        train(config, report=lambda line: None)
+    (path / "trainer" / "groups.npy").write_bytes(b"")
+    with pytest.raises(InputError, match=r"groups.npy cannot be read: No data left in file"):
+        train(config, report=lambda line: None)
+    (path / "trainer" / "groups.npy").write_bytes(groups)
+    whole = load_file(path / "model.safetensors")
+    save_file({**whole, "norm.weight": whole["norm.weight"] * torch.nan}, path / "model.safetensors")
+    with pytest.raises(InputError, match=r"has values in norm.weight that are not finite. Give another drafter"):
         train(config, report=lambda line: None)
     assert not config.run.exists()
 
