@@ -267,7 +267,7 @@ class _Import:
         }
         stored = reader.stored_ids() | read_consumed(reader.path).ids
         calibration = reader.calibration.to(self._device)
-        state_bytes = sum(file.path.stat().st_size for file in self.layout.files)
+        state_bytes = sum(_version(file)[0] for file in self.layout.files)
         num_tokens = state_bytes // (2 * self.encoding.num_states)  # about: for the share of reference samples alone
         reference = ReferenceWriter(config.store, self.encoding, attributes, num_tokens)
         segment = SegmentWriter(config.store, self.encoding, attributes)
@@ -347,7 +347,10 @@ class _Import:
 
 def _version(file: StateFile) -> tuple[int, int]:
     """Size and time of the last change, in nanoseconds: by these a file that was mended is known."""
-    status = file.path.stat()
+    try:
+        status = file.path.stat()
+    except OSError:  # a link to nowhere, or gone: reading it gives the reason
+        return 0, 0
     return status.st_size, status.st_mtime_ns
 
 

@@ -261,6 +261,16 @@ def test_files_that_cannot_be_used_are_named_with_the_reason_and_tried_again_whe
     assert_imported(config.store, target)
 
 
+def test_a_file_that_is_a_link_to_nowhere_ends_no_import(config: ImportConfig, target: Target) -> None:
+    write_specforge(config.source, target)
+    link = next(config.source.rglob("data_0.ckpt*")).with_name("data_70.ckpt")
+    link.symlink_to(config.source / "nowhere")
+    result = import_store(config)
+    [(reason, count)] = result.reasons.items()
+    assert (result.num_new, count) == (8, 1) and reason.startswith("it cannot be read: FileNotFoundError")
+    assert import_store(config).lines() == ["nothing to do: all 9 files are stored or in quarantine (1)"]
+
+
 def test_speculators_files_that_do_not_fit_their_data_set_are_named(config: ImportConfig, target: Target) -> None:
     states = write_speculators(config.source, target) / "hidden_states"
     (states / "hs_1.safetensors").rename(states / "hs_8.safetensors")
