@@ -2,7 +2,8 @@
 
 The limit counts what is in `segments/` and the frozen tables, and what runs or waits to be committed at its stored size;
 a batch is dealt only where it fits, so the store never exceeds the limit. Whoever removes segments makes room: the trainer
-with `--consume`, or a user who moves them away.
+with `--consume`, or a user who moves them away. Copies of held-out samples, which the trainer leaves there for good, do
+not count: a store full of them would never have room again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_train.stage1_target.events import Note, Report
-from dflash_train.store.consumed import read_consumed
+from dflash_train.store.arrays import read_group
+from dflash_train.store.consumed import COPY_SOURCE, read_consumed
 from dflash_train.store.files import StoreError
 from dflash_train.store.location import StoreLocation, StoreUrl, beside
 from dflash_train.store.opened import list_segments
@@ -103,7 +105,7 @@ class Room:
         open_bytes, batch_bytes = (count * self._bytes_per_token for count in (num_open_tokens, num_tokens))
         limit = self._limit * (1 - ROOM_SHARE) if self.is_full else self._limit
         is_full = self._stored + open_bytes + batch_bytes + METADATA_BYTES > limit
-        if is_full and (self._fixed or 0) + batch_bytes > self._limit * (1 - ROOM_SHARE):
+        if is_full and (self._fixed or 0) + batch_bytes + METADATA_BYTES > self._limit * (1 - ROOM_SHARE):
             raise StoreError(
                 f"--max-store-size is {format_bytes(self._limit)}, but embedding, head, calibration and one batch take "
                 f"{format_bytes((self._fixed or 0) + batch_bytes)}. Give more, or lower --batch-tokens."
@@ -131,8 +133,19 @@ class Room:
             parts = [path for path in self._store.iterdir() if path.name in ("calibration", "frozen", "zarr.json")]
             self._fixed = sum(map(_size_of, parts))
         names = list_segments(self._store)
-        self._sizes = {name: self._sizes.get(name) or _size_of(self._store / SEGMENTS / name) for name in names}
+        sizes, folder = self._sizes, self._store / SEGMENTS
+        self._sizes = {name: sizes[name] if name in sizes else _counted_size(folder / name) for name in names}
         return self._fixed + sum(self._sizes.values())
+
+
+def _counted_size(segment: Path) -> int:
+    """Bytes of a segment as the limit counts them: none of copies of held-out samples."""
+    try:
+        source = read_group(segment).get("source")
+    except StoreError:  # damaged, or going meanwhile
+        source = None
+    is_copy = isinstance(source, dict) and source.get("copied") == COPY_SOURCE
+    return 0 if is_copy else _size_of(segment)
 
 
 def _size_of(path: Path) -> int:

@@ -29,14 +29,19 @@ from dflash_train.stage2_drafter.rows import (
     plan_epoch,
 )
 from dflash_train.stage2_drafter.run_folder import Round
-from dflash_train.store.consumed import CONSUMER_STAGING, consumed_segments, read_consumed, remove_segments
+from dflash_train.store.consumed import (
+    CONSUMER_STAGING,
+    COPY_SOURCE,
+    consumed_segments,
+    read_consumed,
+    remove_segments,
+)
 from dflash_train.store.manifest import format_id
 from dflash_train.store.opened import list_segments
 from dflash_train.store.plan import SILENT_SECONDS, Plan, read_plan
 from dflash_train.store.reader import StoreReader
 from dflash_train.store.segment import SegmentWriter
 
-COPY_SOURCE = "held-out samples of consumed segments"
 LOOK_SECONDS = 1.0
 SAY_SECONDS = 60.0
 EXPECTED_FILL = 0.95
@@ -267,6 +272,8 @@ class RoundPlanner:
         done = following.rounds
         num_rows = sum(one.rows for one in done) + len(rows)
         num_tokens = sum(one.tokens for one in done) + tokens
+        if last:
+            self._refuse_nothing(num_tokens)
         left_tokens = self._left_tokens(plan, finished, limit, counts, left, num_tokens)
         entry = Round(
             step=step,
@@ -339,8 +346,20 @@ class RoundPlanner:
     def _closing(self, step: int) -> Round:
         """A line without segments: nothing follows."""
         rounds = self._following.rounds
+        self._refuse_nothing(sum(entry.tokens for entry in rounds))
         total = self._total_steps(sum(entry.rows for entry in rounds), sum(entry.tokens for entry in rounds), 0.0, True)
         return Round(step=step, segments=(), rows=0, tokens=0, total_steps=total, held_out=(), last=True)
+
+    def _refuse_nothing(self, num_tokens: int) -> None:
+        """Raise InputError where all rounds together, after which no more follow, train on nothing."""
+        config = self._following.config
+        if num_tokens or config.steps == 0:
+            return
+        consumed = f" {self._num_consumed:,} samples were consumed." if self._num_consumed else ""
+        raise InputError(
+            f"{config.store} has no sample to train on, and its extract has ended: of those that it holds, --holdout "
+            f"{config.holdout:g} and --fraction {config.fraction:g} leave none.{consumed} Extract more, or change these."
+        )
 
     def _say(self, plan: Plan | None, live: Sequence[str]) -> None:
         """Report the wait: at once, when the extract's state changes, and every minute."""

@@ -238,7 +238,7 @@ class Trainer:
                 if self.step and not stopped:
                     self._evaluate_and_log(log)
                 self.save()
-                self._consume()
+            self._consume()  # also what a run that was killed after its last checkpoint left
         may_go_on = following is not None and config.steps is None and not following.schedule.closed
         return stopped and (may_go_on or self.step < self.total_steps)
 

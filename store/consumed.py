@@ -34,6 +34,8 @@ CONSUMER = ".consumer"
 CONSUMER_STAGING = f"{CONSUMER}/staging"
 """Where a consumer writes segments; an extract empties its own staging folder, never this."""
 TRASH = f"{CONSUMER}/trash"
+COPY_SOURCE = "held-out samples of consumed segments"
+"""What a segment's `source` calls `copied` where a consumer wrote it for evaluations: it stays, however full the store."""
 
 
 @dataclass(kw_only=True)

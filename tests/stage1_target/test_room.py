@@ -16,7 +16,8 @@ from dflash_train.stage1_target.room import Room
 from dflash_train.stage1_target.samples import DataConfig
 from dflash_train.stage1_target.schedule import Batch
 from dflash_train.stage1_target.target import TargetConfig
-from dflash_train.store.consumed import read_consumed, remove_segments
+from dflash_train.store.arrays import group_text
+from dflash_train.store.consumed import COPY_SOURCE, read_consumed, remove_segments
 from dflash_train.store.manifest import StoreError
 from dflash_train.store.plan import read_plan
 from dflash_train.store.reader import StoreReader
@@ -68,6 +69,24 @@ def test_room_pauses_once_and_goes_on_when_there_is_some(tmp_path: Path) -> None
     assert "--follow --consume N" in said[0] and said[1].endswith("going on")
     with pytest.raises(StoreError, match=r"embedding, head, calibration and one batch take 20\.5 KiB"):
         room.fits(2000, 0)
+
+
+def test_copies_of_held_out_samples_do_not_fill_a_store(tmp_path: Path) -> None:
+    """They stay for good, so an extract that counted them might pause for ever."""
+    (tmp_path / "zarr.json").write_bytes(bytes(100))
+    make_folder(tmp_path / "segments" / "copies", 15_000)
+    room = Room(tmp_path, 20_000, bytes_per_token=10, report=lambda event: None)
+    assert not room.fits(300, 0)
+    attributes = {"source": {"copied": COPY_SOURCE}}
+    (tmp_path / "segments" / "copies" / "zarr.json").write_bytes(group_text(attributes))
+    assert Room(tmp_path, 20_000, bytes_per_token=10, report=lambda event: None).fits(300, 0)
+
+
+def test_a_limit_that_metadata_alone_exceed_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "zarr.json").write_bytes(bytes(100))
+    (tmp_path / "segments").mkdir()
+    with pytest.raises(StoreError, match="Give more, or lower --batch-tokens"):
+        Room(tmp_path, 20_000, bytes_per_token=10, report=lambda event: None).fits(1000, 0)
 
 
 def test_a_dealer_knows_what_is_open_and_lets_workers_commit_in_a_pause() -> None:

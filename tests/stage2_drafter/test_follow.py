@@ -272,7 +272,7 @@ def test_consumed_segments_go_once_a_checkpoint_is_behind_their_passes(
     assert listed is not None and set(listed.tolist()) == {groups[identity] for identity in counts}, "removed or not"
     left = StoreReader(growing.path)
     assert left.stored_ids() == held_out, "held-out samples were copied"
-    assert {source.get("copied") for source in left.sources()} == {follow.COPY_SOURCE}
+    assert {source.get("copied") for source in left.sources()} == {consumed.COPY_SOURCE}
     assert verify_store(growing.path).problems == []
     evaluations = read_metrics(config.run, "evaluation")
     assert evaluations[-1]["rows"] >= evaluations[0]["rows"] > 0
@@ -327,6 +327,41 @@ def test_a_kill_around_a_removal_loses_and_doubles_nothing(
     assert verify_store(growing.path).problems == []
     finished = newest_checkpoint(config.run)
     assert finished is not None and finished.step == len(read_metrics(config.run)) == rounds[-1].total_steps
+
+
+def test_a_run_killed_after_its_last_checkpoint_still_removes_what_it_consumed(
+    growing: GrowingStore, make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growing.grow(8)
+    config = make_train_config(growing.path, follow=True, consume=1, steps=None, save_every=99, evaluate_every=99)
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer_module, "remove_consumed", lambda *_arguments: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run_here(config)
+    assert len(list_segments(growing.path)) >= 8 and newest_checkpoint(config.run) is not None
+
+    def follow_here(config: TrainConfig, *_rest: Any) -> bool:  # in place of a process
+        run_here(config)
+        return False
+
+    monkeypatch.setattr(train_module, "_follow", follow_here)
+    lines: list[str] = []
+    train_module.train(config, report=lines.append)
+    assert read_consumed(growing.path).ids == growing.ids
+    assert not any("is complete" in line for line in lines)
+    train_module.train(config, report=lines.append)
+    assert "is complete" in lines[-1], "and then there is nothing left to do"
+
+
+@pytest.mark.parametrize("steps", [None, 5])
+def test_a_store_that_ends_without_a_sample_to_train_on_is_refused(
+    growing: GrowingStore, make_train_config: MakeConfig, steps: int | None
+) -> None:
+    growing.grow(8)
+    config = make_train_config(growing.path, follow=True, fraction=1e-9, steps=steps)
+    with pytest.raises(InputError, match=r"has no sample to train on, .* --fraction 1e-09 leave none\. Extract more"):
+        run_here(config)
+    assert newest_checkpoint(config.run) is None
 
 
 def test_only_one_consumes_a_store(growing: GrowingStore) -> None:
