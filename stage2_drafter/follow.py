@@ -48,6 +48,10 @@ EXPECTED_FILL = 0.95
 """Share of a row's tokens that are used, before enough rows are planned to know."""
 
 
+class LedgerDiffers(InputError):
+    """A round of the ledger is not what these options make of its segments."""
+
+
 class Following:
     """The rounds of a run and the rows they make; the same on every rank."""
 
@@ -72,7 +76,12 @@ class Following:
 
     def _add(self, entry: Round, is_done: bool = False) -> None:
         plan = entry.rows if is_done else self.plan(entry.segments)
-        assert isinstance(plan, int) or len(plan) == entry.rows, "a round is a function of its segments"
+        if not isinstance(plan, int) and (len(plan), self.num_tokens(plan)) != (entry.rows, entry.tokens):
+            raise LedgerDiffers(
+                f"{self.config.run / 'ledger.jsonl'}, line {len(self.rounds) + 1}, has {entry.rows} rows of {entry.tokens:,} "
+                f"tokens, but its segments make {len(plan)} of {self.num_tokens(plan):,}: they hold other samples now, or "
+                "the run began with other options. Restore them, or give another --run folder."
+            )
         self.rounds.append(entry)
         self.schedule.add(plan, entry.last)
 
@@ -95,6 +104,11 @@ class Following:
             plan += [np.zeros(0, np.int64)] * (-len(plan) % self.config.rows_per_step)
             self._planned = wanted, plan
         return self._planned[1]
+
+    def num_tokens(self, plan: Sequence[np.ndarray]) -> int:
+        """Tokens of rows."""
+        lengths = self.reader.samples["length"]
+        return int(sum(np.minimum(lengths[row], self.config.row_tokens).sum() for row in plan))
 
     def split(self, segments: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Lengths of all samples as rows will hold them, and the indices of these segments' to train on and held out.
@@ -265,7 +279,7 @@ class RoundPlanner:
         rows = following.plan(segments)
         if again and not rows:
             return [self._closing(step)]
-        tokens = int(sum(lengths[row].sum() for row in rows))
+        tokens = following.num_tokens(rows)
         counts.update(segments)
         left = [name for name in live if limit is not None and counts[name] < limit]
         last = finished and not left and (config.steps is None or config.consume is not None)

@@ -16,7 +16,7 @@ from dflash_train.stage2_drafter.broadcast import broadcast_json
 from dflash_train.stage2_drafter.checkpoint import Checkpoint, newest_checkpoint, prune_checkpoints
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.events import Progress, StepDone
-from dflash_train.stage2_drafter.follow import segments_to_open
+from dflash_train.stage2_drafter.follow import LedgerDiffers, segments_to_open
 from dflash_train.stage2_drafter.measurement import Measurement
 from dflash_train.stage2_drafter.preparation import check_resume, planned_segments, prepare_run
 from dflash_train.stage2_drafter.run_folder import (
@@ -136,4 +136,10 @@ def _plan_following(config: TrainConfig, newest: Checkpoint | None) -> dict[str,
     rounds = read_rounds(config.run)
     first_row = 0 if newest is None else newest.step * config.rows_per_step
     segments = segments_to_open(config.store_folder, rounds, first_row)
+    if rounds and newest is None:  # a start that failed: perhaps with rows too long for the GPU's memory
+        try:
+            prepare_run(config, segments, rounds, first_row)
+        except LedgerDiffers:
+            (config.run / "ledger.jsonl").unlink()
+            return _plan_following(config, newest)
     return {"segments": segments, "rounds": [entry.to_json() for entry in rounds], "first_row": first_row}

@@ -353,6 +353,27 @@ def test_a_run_killed_after_its_last_checkpoint_still_removes_what_it_consumed(
     assert "is complete" in lines[-1], "and then there is nothing left to do"
 
 
+def test_a_run_that_failed_before_its_first_checkpoint_may_start_with_other_options(
+    growing: GrowingStore, make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the GPU's memory was too small for the rows."""
+    growing.grow(8)
+    options: dict[str, Any] = {"follow": True, "epochs": 1, "steps": None}
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer_module.Trainer, "_warm_up", lambda self: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            run_here(make_train_config(growing.path, **options))
+    config = make_train_config(growing.path, row_tokens=48, holdout=0.4, **options)
+    assert read_rounds(config.run)
+    run_here(config)
+    rounds = read_rounds(config.run)
+    assert sum(line["tokens"] for line in read_metrics(config.run)) == sum(entry.tokens for entry in rounds)
+    ledger = config.run / "ledger.jsonl"
+    ledger.write_text(ledger.read_text().replace(f'"tokens": {rounds[0].tokens}', '"tokens": 7'))
+    with pytest.raises(InputError, match=r"line 1, has \d+ rows of 7 tokens, but its segments make \d+ of"):
+        follow.Following(config, StoreReader(growing.path), read_rounds(config.run), 0)
+
+
 @pytest.mark.parametrize("steps", [None, 5])
 def test_a_store_that_ends_without_a_sample_to_train_on_is_refused(
     growing: GrowingStore, make_train_config: MakeConfig, steps: int | None
