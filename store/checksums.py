@@ -146,6 +146,9 @@ def parse_checksums(text: bytes, path: Path | str) -> dict[str, Checksum]:
         raise StoreError(f"{path} is damaged: {error}.") from error
     if not intact:
         raise StoreError(f"{path} is damaged: its own crc32c does not fit.")
+    for name in checksums:  # a store at a URL is mirrored by these names, and anybody may have written it
+        if not name or name.startswith("/") or "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
+            raise StoreError(f"{path} lists {name!r}, which is no file below its folder. Do not use this store.")
     return checksums
 
 

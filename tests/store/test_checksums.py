@@ -6,8 +6,15 @@ import google_crc32c
 import numpy as np
 import pytest
 
-from dflash_train.store.checksums import COMBINE_BYTES, SummedFile, combine_crc
-from dflash_train.store.files import Files
+from dflash_train.store.checksums import (
+    COMBINE_BYTES,
+    Checksum,
+    SummedFile,
+    combine_crc,
+    format_checksums,
+    parse_checksums,
+)
+from dflash_train.store.files import Files, StoreError
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 0), (5, 0), (0, 7), (100, 3), (1000, 123_457), (1, 1 << 20)])
@@ -26,3 +33,11 @@ def test_summed_file_knows_its_own_crc_and_that_of_each_part(tmp_path: Path) -> 
     whole = b"".join([*parts, b"end"])
     assert (tmp_path / "f").read_bytes() == whole
     assert (file.checksum.size, file.checksum.crc32c) == (len(whole), google_crc32c.value(whole))
+
+
+@pytest.mark.parametrize("name", ["../x", "a/../../x", "/etc/x", "", "a//b", "./a", "a/"])
+def test_names_that_lead_out_of_the_folder_are_refused(name: str) -> None:
+    """A store at a URL is mirrored by these names."""
+    text = format_checksums({"a/b": Checksum(1, 2), name: Checksum(1, 2)})
+    with pytest.raises(StoreError, match=r"which is no file below its folder\. Do not use this store"):
+        parse_checksums(text, "s3://bucket/s.zarr/checksums.json")
