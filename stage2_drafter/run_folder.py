@@ -42,7 +42,8 @@ def run_lock(run: Path) -> Iterator[None]:
                 f"{run} is in use by process {holder}, which trains there. Stop it, or give another --run folder."
             ) from error
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without a name in it
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)

@@ -69,7 +69,8 @@ def consumer_lock(store: Path) -> Iterator[None]:
                 f"{store} is consumed by process {holder} already. Stop it, or train without --consume."
             ) from error
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without a name in it
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         finish_removals(store)
         yield
     finally:

@@ -7,6 +7,7 @@ stale lock survives a kill. It lies beside the store because it is needed before
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -145,7 +146,8 @@ def store_lock(path: StoreLocation) -> Iterator[None]:
         os.ftruncate(descriptor, 0)
         if not _is_same_file(descriptor, lock):
             raise StoreError(f"{path} was let go by another process in this very moment. Run this again.")
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without a name in it
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         try:
             yield
         finally:

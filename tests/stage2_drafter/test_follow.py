@@ -1,5 +1,6 @@
 """Training while the store grows: rounds, waits, resumes from the ledger, and segments that are consumed."""
 
+import errno
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +17,10 @@ from dflash_train.stage2_drafter.checkpoint import newest_checkpoint, read_group
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.rank import run_rank
 from dflash_train.stage2_drafter.rows import GrowingSchedule, hash_place, in_fraction
-from dflash_train.stage2_drafter.run_folder import read_metrics, read_rounds
+from dflash_train.stage2_drafter.run_folder import read_metrics, read_rounds, run_lock
 from dflash_train.store import consumed
 from dflash_train.store.consumed import consumer_lock, read_consumed
+from dflash_train.store.creation import store_lock
 from dflash_train.store.files import Files
 from dflash_train.store.manifest import StoreError
 from dflash_train.store.opened import list_segments
@@ -392,6 +394,21 @@ def test_only_one_consumes_a_store(growing: GrowingStore) -> None:
         consumer_lock(growing.path),
     ):
         pass
+
+
+def test_locks_hold_on_a_full_disk(growing: GrowingStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a consumer is what makes room again."""
+
+    def full(*_arguments: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.pwrite", full)
+    with consumer_lock(growing.path), pytest.raises(StoreError, match="consumed by process"):
+        consumer_lock(growing.path).__enter__()
+    with run_lock(tmp_path / "run"), pytest.raises(InputError, match="in use by process"):
+        run_lock(tmp_path / "run").__enter__()
+    with store_lock(growing.path), pytest.raises(StoreError, match="in use by process"):
+        store_lock(growing.path).__enter__()
 
 
 def test_a_record_of_consumed_samples_guards_itself(growing: GrowingStore) -> None:
