@@ -108,7 +108,8 @@ def train(
             check_initial_weights(run)
         check_disk_space(config.run, _num_parameters(run), config.keep)
         lines = [] if measurement is None else measurement.check(run)
-    if checkpoint is not None and checkpoint.step >= run.total_steps and _is_closed(run) and not _removals_left(run):
+    done = checkpoint is not None and checkpoint.step >= run.total_steps and _is_closed(run)
+    if checkpoint is not None and done and not _removals_left(run, checkpoint.step):
         more = (
             "give more --steps or --epochs to go on" if run.following is None else "all rounds over the store are done"
         )
@@ -149,11 +150,11 @@ def _is_closed(run: PreparedRun) -> bool:
     return run.following is None or run.config.steps is not None or run.following.schedule.closed
 
 
-def _removals_left(run: PreparedRun) -> bool:
+def _removals_left(run: PreparedRun, step: int) -> bool:
     """Whether a run whose steps are done was killed before it removed all that it consumes."""
     if run.following is None or run.config.consume is None:
         return False
-    due = run.following.due(run.following.schedule.num_planned)
+    due = run.following.due(step * run.config.rows_per_step)
     return not set(due).isdisjoint(list_segments(run.config.store_folder))
 
 

@@ -154,6 +154,7 @@ class Trainer:
         reader = self.run.reader
         initial = initial_weights(path, reader.encoding, reader.calibration, self.rank.device)
         load_masters(self.named, initial.masters, initial.folder)
+        self.run.training_groups()  # under torchrun nobody has read the drafter's own list yet: better now than at a save
         self.report(initial.describe())
 
     def save(self) -> Checkpoint | None:

@@ -355,6 +355,17 @@ def test_a_run_killed_after_its_last_checkpoint_still_removes_what_it_consumed(
     assert "is complete" in lines[-1], "and then there is nothing left to do"
 
 
+def test_a_run_whose_steps_end_within_a_pass_is_complete_and_keeps_its_segments(
+    growing: GrowingStore, make_train_config: MakeConfig
+) -> None:
+    growing.grow(8)
+    config = make_train_config(growing.path, follow=True, consume=1, steps=2)
+    run_here(config)
+    lines: list[str] = []
+    train_module.train(config, report=lines.append)
+    assert "is complete" in lines[-1] and len(list_segments(growing.path)) == 8
+
+
 def test_a_run_that_failed_before_its_first_checkpoint_may_start_with_other_options(
     growing: GrowingStore, make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

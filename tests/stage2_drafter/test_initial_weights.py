@@ -220,6 +220,11 @@ def test_a_drafter_that_is_damaged_is_refused_before_anything_is_trained(
     with pytest.raises(InputError, match=r"has values in norm.weight that are not finite. Give another drafter"):
         train(config, report=lambda line: None)
     assert not config.run.exists()
+    save_file(whole, path / "model.safetensors")
+    (path / "trainer" / "groups.npy").write_bytes(b"")
+    with pytest.raises(InputError, match=r"groups.npy cannot be read"):
+        run_here(config)  # as under torchrun
+    assert not (config.run / "checkpoints").exists() and not (config.run / "metrics.jsonl").exists()
 
 
 def test_a_drafter_of_another_target_is_refused(make_store: MakeStore, make_train_config: MakeConfig) -> None:
