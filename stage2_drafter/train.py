@@ -40,6 +40,7 @@ from dflash_train.stage2_drafter.preparation import (
 )
 from dflash_train.stage2_drafter.rank import RANK_FUNCTION, run_rank
 from dflash_train.stage2_drafter.run_folder import check_disk_space, run_lock
+from dflash_train.store.creation import is_locked
 from dflash_train.store.opened import list_segments
 from dflash_train.store.plan import read_plan
 from dflash_train.store.reader import open_manifest
@@ -128,14 +129,16 @@ def train(
 def _await_store(store: Path, report: Report) -> bool:
     """Wait until an extract has made the store; False where a stop signal came first.
 
-    Raises StoreError as `open_manifest` does if nobody is making it: its lock is there from an extract's first second on.
+    Raises StoreError as `open_manifest` does if nobody is making it: an extract holds its lock from the first second on.
     """
-    lock, began, said = store.with_name(f"{store.name}.lock"), time.monotonic(), -math.inf
+    began, said, asked = time.monotonic(), -math.inf, -math.inf
     with stop_signals() as stop:
         while not store.exists():
             now = time.monotonic()
-            if not lock.exists() and now - began > GRACE_SECONDS:
-                open_manifest(store)
+            if now - began > GRACE_SECONDS and now - asked > GRACE_SECONDS:
+                asked = now
+                if not is_locked(store):
+                    open_manifest(store)
             if now - said > _SAY_SECONDS:
                 report(f"waiting for the store: {store} is not there yet")
                 said = now

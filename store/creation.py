@@ -115,6 +115,24 @@ def create_store(
         raise StoreError(f"{path} exists already. Choose another path, or remove it first.") from error
 
 
+def is_locked(path: Path) -> bool:
+    """Whether some process holds a store's lock; a file that a killed one left is no lock.
+
+    Asking takes the lock for a moment, in which a start would be refused: ask rarely.
+    """
+    try:
+        descriptor = os.open(path.resolve().with_name(f"{path.resolve().name}.lock"), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 @contextmanager
 def store_lock(path: StoreLocation) -> Iterator[None]:
     """Hold the one lock of a store, existing or not; a second holder gets StoreError naming the first one's pid.

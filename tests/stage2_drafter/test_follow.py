@@ -20,7 +20,7 @@ from dflash_train.stage2_drafter.rows import GrowingSchedule, hash_place, in_fra
 from dflash_train.stage2_drafter.run_folder import read_metrics, read_rounds, run_lock
 from dflash_train.store import consumed
 from dflash_train.store.consumed import consumer_lock, read_consumed
-from dflash_train.store.creation import store_lock
+from dflash_train.store.creation import is_locked, store_lock
 from dflash_train.store.files import Files
 from dflash_train.store.manifest import StoreError
 from dflash_train.store.opened import list_segments
@@ -497,6 +497,12 @@ def test_a_store_that_nobody_makes_is_not_waited_for(
     with pytest.raises(StoreError, match="nowhere is not there"):
         train_module.train(config, report=lambda line: None)
     assert not config.run.exists()
+    (tmp_path / "nowhere.lock").write_text("12345\n")  # what an extract leaves that was killed before it made the store
+    with pytest.raises(StoreError, match="nowhere is not there"):
+        train_module.train(config, report=lambda line: None)
+    with store_lock(tmp_path / "nowhere"):
+        assert is_locked(tmp_path / "nowhere")
+    assert not is_locked(tmp_path / "nowhere")
 
 
 def test_options_that_do_not_fit_are_refused(make_train_config: MakeConfig, growing: GrowingStore) -> None:
