@@ -69,9 +69,9 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=100)
     parser.add_argument("--rows", type=int, default=40)
     parser.add_argument("--title", help="default: the command's first two words")
-    parser.add_argument("command", nargs=argparse.REMAINDER)
-    given = parser.parse_args()
-    command = given.command[1:] if given.command[:1] == ["--"] else given.command
+    words = sys.argv[1:]
+    at = words.index("--") if "--" in words else len(words)
+    given, command = parser.parse_args(words[:at]), words[at + 1 :]
     if not command:
         parser.error("give a command behind --")
     screen = run(command, given.columns, given.rows, given.at)
