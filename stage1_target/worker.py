@@ -81,8 +81,9 @@ def _work(
     encoding = config.resolve_encoding(len(target.target_layer_ids), target.hidden_size)
     send(messages.Loaded(tuple(slow_paths_of_model(target))))
     command = connection.recv()
+    checked = False
     if isinstance(command, messages.Create):
-        _create(config, target, encoding, table)
+        checked = _create(config, target, encoding, table)
         send(messages.Created())
     elif isinstance(command, messages.Finish):
         return
@@ -90,6 +91,7 @@ def _work(
     check_target(reader, target, encoding)
     if config.compile_target:
         compile_layers(target, config.batch_tokens, int(table.lengths.max()))
+        checked = False  # the compiled layers have not been
     overlap = Overlap()
     forwarder = Forwarder(target, encoding, reader.calibration, table, config.batch_tokens, overlap)
     num_threads = GPU_THREADS if target.device.type == "cuda" else 1
@@ -98,7 +100,6 @@ def _work(
     send(messages.Ready())
     waiting: list[EncodedBatch | Unfit] = []  # parts of a batch on their way to the host
     ran: list[int] = []  # the number of the batch, once all its parts are waiting
-    checked = False
 
     def hand_over() -> None:
         for part in waiting:
@@ -167,8 +168,8 @@ def add_reference(part: EncodedBatch, target: Target, table: SampleTable, refere
                 part.reference[index] = states.bfloat16().view(torch.int16).cpu()
 
 
-def _create(config: ExtractConfig, target: Target, encoding: Encoding, table: SampleTable) -> None:
-    """Calibrate and create the store in one transaction."""
+def _create(config: ExtractConfig, target: Target, encoding: Encoding, table: SampleTable) -> bool:
+    """Calibrate and create the store in one transaction. Whether a batch was checked before."""
     if config.calibration_from is not None:
         calibration = calibration_of(config.calibration_from, target.target_layer_ids, encoding)
     else:
@@ -193,3 +194,4 @@ def _create(config: ExtractConfig, target: Target, encoding: Encoding, table: Sa
     manifest = build_manifest(target, encoding, calibration.hash)
     create_store(config.store, manifest, calibration, frozen_target(target))
     logger.info("Created %s.", config.store)
+    return bool(several)

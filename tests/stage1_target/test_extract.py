@@ -152,6 +152,11 @@ def test_stored_states_are_those_of_the_target(config: ExtractConfig, full_store
     assert embed_tokens.shape[1] == 32
 
 
+def test_the_worker_that_makes_the_store_checks_its_first_batch_once(full_store: Path) -> None:
+    (log,) = full_store.with_name("store.logs").rglob("worker-*.log")
+    assert log.read_text().count(" INFO Checked in ") == 1
+
+
 def test_nothing_to_do_loads_no_target(
     config: ExtractConfig, full_store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
