@@ -13,6 +13,7 @@ from typing import Any
 from dflash_train.speculate.drafter_folder import DrafterFolder
 from dflash_train.speculate.findings import Check, error, ok, warning
 from dflash_train.stage2_drafter.drafter_config import FOREIGN_KEYS, LAYER_TYPES
+from dflash_train.units import format_count
 
 QWEN3_DEFAULTS = {
     "hidden_size": 4096,
@@ -102,7 +103,7 @@ def _geometry(folder: DrafterFolder) -> Check:
         )
     return ok(
         "geometry",
-        f"{config['num_hidden_layers']} layers, hidden size {config['hidden_size']}, {heads} heads on {kv_heads} of "
+        f"{format_count(config['num_hidden_layers'], 'layer')}, hidden size {config['hidden_size']}, {heads} heads on {kv_heads} of "
         f"{config['head_dim']}, MLP {config['intermediate_size']}; nothing is left to a default.",
     )
 

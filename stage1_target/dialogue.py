@@ -28,6 +28,7 @@ from dflash_train.stage1_target.conversations import (
 )
 from dflash_train.stage1_target.sources import Row, Source
 from dflash_train.store.manifest import hash_json
+from dflash_train.units import format_count
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
@@ -165,8 +166,8 @@ class DialogueReader:
         if not seen:
             [(reason, count)] = self.unusable.most_common(1)
             raise InputError(
-                f"No row of {self.source.name} ({name} format, {self.num_rows} rows) can be answered; the commonest "
-                f"reason ({count} times): {reason}. Give other rows, or mend these."
+                f"No row of {self.source.name} ({name} format, {format_count(self.num_rows, 'row')}) can be answered; the commonest "
+                f"reason ({format_count(count, 'time')}): {reason}. Give other rows, or mend these."
             )
 
 

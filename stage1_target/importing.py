@@ -55,6 +55,7 @@ from dflash_train.store.manifest import hash_id
 from dflash_train.store.reader import StoreReader, open_manifest
 from dflash_train.store.reference import ReferenceWriter
 from dflash_train.store.segment import SegmentWriter
+from dflash_train.units import format_count
 
 logger = logging.getLogger(__name__)
 
@@ -179,8 +180,8 @@ class _Import:
                 reasons[str(error)] += 1
         [(reason, count)] = reasons.most_common(1)
         raise InputError(
-            f"None of {reasons.total():,} files of {self.layout.folder} can be used; the commonest reason ({count:,} times): "
-            f"{reason}. Check --layers and --target."
+            f"None of {format_count(reasons.total(), 'file')} of {self.layout.folder} can be used; the commonest "
+            f"reason ({format_count(count, 'time')}): {reason}. Check --layers and --target."
         )
 
     def _read(self, file: StateFile) -> ForeignSample:

@@ -66,7 +66,7 @@ class RegenerateResult:
 
     def lines(self) -> list[str]:
         """The end for the user: what is left out and why first, the sum last."""
-        lines = [f"left out: {reason} ({count:,} times)" for reason, count in self.left_out.most_common()]
+        lines = [f"left out: {reason} ({format_count(count, 'time')})" for reason, count in self.left_out.most_common()]
         if self.num_cut:
             lines.append(f"{self.num_cut:,} conversations lack their last turns (field `cut` says why)")
         if self.num_duplicates:

@@ -40,6 +40,7 @@ from dflash_train.stage1_target.tokenization import (
     hash_tokenizer,
 )
 from dflash_train.store.manifest import format_id, hash_id, hash_json
+from dflash_train.units import format_count
 
 __all__ = ["DataConfig", "SampleTable", "prepare_samples"]
 
@@ -201,8 +202,8 @@ class _TableBuilder:
         if not self.seen:
             [(reason, count)] = Counter(entry["reason"] for entry in self.quarantined).most_common(1)
             raise InputError(
-                f"No row of {self.config.source} ({self.format_name} format, {self.num_rows} rows) can be used; the "
-                f"commonest reason ({count} times): {reason}. Give other rows, or mend these."
+                f"No row of {self.config.source} ({self.format_name} format, {format_count(self.num_rows, 'row')}) can be used; the "
+                f"commonest reason ({format_count(count, 'time')}): {reason}. Give other rows, or mend these."
             )
 
     def _tokenize(self, rows: list[Row]) -> Iterator[tuple[int, int | None, Tokens]]:

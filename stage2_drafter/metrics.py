@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dflash_train.stage2_drafter.loss import DraftStatistics, describe_statistics, draft_statistics
+from dflash_train.units import format_count
 
 _SCALARS = ("weight", "weighted_loss", "loss", "slots", "tokens", "wait_seconds", "stop", "bad")
 
@@ -137,11 +138,12 @@ def format_step(step: int, total: int, values: Mapping[str, Any], bad_steps: int
 
 def format_evaluation(step: int, values: Mapping[str, Any]) -> str:
     """One plain line: what was held out, as estimated, and beside it what real decoding reached, where it was measured."""
-    parts = [f"{_quality(values)} ({values['rows']} rows)"] if "rows" in values else []
+    parts = [f"{_quality(values)} ({format_count(values['rows'], 'row')})"] if "rows" in values else []
     if "real_acceptance_length" in values:
         real = f"real acceptance length {_number(values['real_acceptance_length'], '.3f')}"
-        prompts = f"{values['real_prompts']} prompt{'' if values['real_prompts'] == 1 else 's'}"
-        parts.append(f"{real} ({prompts}, {values['real_rounds']} rounds, {values['real_seconds']:.0f} s)")
+        prompts = format_count(values["real_prompts"], "prompt")
+        rounds = format_count(values["real_rounds"], "round")
+        parts.append(f"{real} ({prompts}, {rounds}, {values['real_seconds']:.0f} s)")
     return f"held out at step {step}: {', '.join(parts)}"
 
 

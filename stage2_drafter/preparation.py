@@ -289,7 +289,7 @@ def resolve_mask_token(mask_token: int | str | None, vocab_size: int, tokenizer_
     rare = [text for text in tokenizer.get_added_vocab() if text not in common and text not in template]
     example = f"perhaps {', '.join(map(repr, rare[:8]))}" if rare else "such as a reserved one"
     raise InputError(
-        f"The tokenizer has no mask token and uses all {vocab_size} rows of the embedding. Give --mask-token: the id or "
+        f"The tokenizer has no mask token and uses all {vocab_size:,} rows of the embedding. Give --mask-token: the id or "
         f"text of a token that never occurs in the data, {example}."
     )
 

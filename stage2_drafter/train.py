@@ -44,6 +44,7 @@ from dflash_train.store.creation import is_locked
 from dflash_train.store.opened import list_segments
 from dflash_train.store.plan import read_plan
 from dflash_train.store.reader import open_manifest
+from dflash_train.units import format_count
 
 Report = Callable[[str], None]
 _POLL_SECONDS = 0.2
@@ -278,14 +279,16 @@ def _describe(run: PreparedRun, checkpoint: Checkpoint | None, devices: list[Dev
         return
     total = len(reader.samples)
     report(
-        f"{run.num_training} samples to train on and {total - run.num_training} held out, in rows of "
-        f"{config.row_tokens} tokens with {config.anchors} anchors; {run.total_steps} steps of {config.rows_per_step} "
-        f"rows on {', '.join(device.label for device in devices)}; mask token {run.drafter_config.mask_token_id}"
+        f"{format_count(run.num_training, 'sample')} to train on and {total - run.num_training} held out, in rows of "
+        f"{config.row_tokens} tokens with {config.anchors} anchors; {format_count(run.total_steps, 'step')} of "
+        f"{format_count(config.rows_per_step, 'row')} on {', '.join(device.label for device in devices)}; mask token {run.drafter_config.mask_token_id}"
     )
     stores = (config.store, *config.more_stores)
     newer = sum(len(list_segments(store)) for store in stores if isinstance(store, Path)) - len(reader.segment_ids)
     if newer > 0:
-        report(f"{newer} segments came into the store after this run began; it goes on with those it began with")
+        report(
+            f"{format_count(newer, 'segment')} came into the store after this run began; it goes on with those it began with"
+        )
     _describe_resume(config, checkpoint, devices, report)
 
 
@@ -296,10 +299,14 @@ def _describe_following(run: PreparedRun, checkpoint: Checkpoint | None, devices
     )
     passes = "removed after" if config.consume is not None else "for"
     count = config.consume or config.num_epochs
-    ends = f"{config.steps} steps" if count is None else f"{passes} {count} pass{'' if count == 1 else 'es'}"
+    ends = (
+        format_count(config.steps or 0, "step")
+        if count is None
+        else f"{passes} {count} pass{'' if count == 1 else 'es'}"
+    )
     report(
         f"following {data}, {ends}; rows of {config.row_tokens} tokens with {config.anchors} anchors, "
-        f"{config.rows_per_step} rows a step on {', '.join(device.label for device in devices)}; mask token "
+        f"{format_count(config.rows_per_step, 'row')} a step on {', '.join(device.label for device in devices)}; mask token "
         f"{run.drafter_config.mask_token_id}"
     )
     _describe_resume(config, checkpoint, devices, report)
