@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -148,7 +149,7 @@ def _detach(name: str, parameters: Mapping[str, Any], folder: Path, logs: Path) 
         nonlocal said
         if time.monotonic() - said >= _SAY_SECONDS:
             said = time.monotonic()
-            say(f"still starting, for {said - began:.0f} s: {' '.join(last_lines(log, 1))}")
+            say(f"still starting, for {said - began:.0f} s: {_last_line(log)}")
 
     try:
         state = await_first_progress(popen, folder / "state.json", waiting)
@@ -160,6 +161,11 @@ def _detach(name: str, parameters: Mapping[str, Any], folder: Path, logs: Path) 
         _fail(code, log, state)
     click.echo(_describe(state, popen.pid, code))
     click.echo(_hints(name, parameters))
+
+
+def _last_line(log: Path) -> str:
+    """The last line of a log without its time of day: the line that quotes it has one."""
+    return re.sub(r"^\d\d:\d\d:\d\d  ", "", " ".join(last_lines(log, 1)))
 
 
 def _describe(state: RunState | None, pid: int, code: int | None) -> str:
