@@ -38,7 +38,7 @@ from dflash_train.store.reference import list_references, reference_encoding
 from dflash_train.store.remote import download_segment, downloaded
 from dflash_train.store.segment import REFERENCE, SEGMENTS, row_arrays
 from dflash_train.store.upload import orphans_of
-from dflash_train.units import format_bytes
+from dflash_train.units import format_bytes, format_count
 
 GAP_ROWS = 4096
 
@@ -116,7 +116,8 @@ def _verify_remote(location: StoreUrl, progress: Callable[[int, int], None] | No
 
 def format_verification(report: VerifyReport) -> str:
     """The result as text: what was read, then a line for each problem."""
-    read = f"{report.num_segments:,} segments, {report.num_samples:,} samples, {format_bytes(report.num_bytes)} read"
+    counts = f"{format_count(report.num_segments, 'segment')}, {format_count(report.num_samples, 'sample')}"
+    read = f"{counts}, {format_bytes(report.num_bytes)} read"
     lines = [f"{read}: {f'{len(report.problems):,} problems' if report.problems else 'no problem'}"]
     for problem in report.problems:
         where = {"segment": problem.segment, "sample": problem.sample, "file": problem.file}
