@@ -149,6 +149,8 @@ def train_drafter(gpus: str | None, allow_busy_gpus: bool, stores: tuple[Path, .
     place = torchrun_place()
     if place is not None and place.rank != 0:  # one of torchrun's ranks speaks for all
         return
-    message = f"step {result.step:,} of {result.total_steps:,}: {result.checkpoint or 'no checkpoint yet'}"
+    message = f"step {result.step:,} of {result.total_steps:,}: {result.checkpoint}"
+    if result.checkpoint is None:  # --follow, stopped before there was a store
+        message = "no step was run: the store was not there yet"
     current_recorder().end("stopped" if result.stopped else "finished", message)
     click.echo(message)
