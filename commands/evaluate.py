@@ -53,7 +53,13 @@ INTERRUPTED = 130
 @click.option("--max-new-tokens", default=256, show_default=True, help="Tokens to decode for each turn.")
 @click.option("--block-size", type=int, help="Block size, anchor included. Default: the drafter's.")
 @sampling_options
-@click.option("--plain/--no-plain", "compare_plain", default=True, help="Decode without the drafter too, and compare.")
+@click.option(
+    "--plain/--no-plain",
+    "compare_plain",
+    default=True,
+    show_default=True,
+    help="Decode without the drafter too, and compare.",
+)
 @click.option(
     "--reference", is_flag=True, help="Decode with z-lab's package (PyPI dflash) too, and compare the tokens."
 )

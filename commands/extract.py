@@ -84,7 +84,9 @@ def _disk_of(fields: Mapping[str, Any]) -> Path:
 @click.option("--segment-bytes", default=2_000_000_000, show_default=True, help="A segment is committed at this size …")
 @click.option("--segment-seconds", default=300.0, show_default=True, help="… or at this age: the most a kill can lose.")
 @click.option(
-    "--max-store-size", metavar="SIZE", help="Pause while the store would be larger, such as 2TB: see --consume."
+    "--max-store-size",
+    metavar="SIZE",
+    help="Pause while the store would be larger, such as 2TB; train-drafter --consume makes room.",
 )
 @click.option(
     "--calibration-tokens",

@@ -80,7 +80,13 @@ from dflash_train.commands.terminal import Terminal, progress_options
 @click.option("--weight-decay", default=0.0, show_default=True, help="Decay of the weights, on matrices only.")
 @click.option("--clip", default=1.0, show_default=True, help="Largest gradient norm.")
 @click.option("--warmup-ratio", default=0.04, show_default=True, help="Share of the steps that warm up.")
-@click.option("--schedule", type=click.Choice(["cosine", "wsd", "constant"]), default="cosine", show_default=True)
+@click.option(
+    "--schedule",
+    type=click.Choice(["cosine", "wsd", "constant"]),
+    default="cosine",
+    show_default=True,
+    help="Course of the learning rate after the warm-up; wsd: constant, then falling.",
+)
 @click.option("--decay-ratio", default=0.2, show_default=True, help="Share of the steps that fall, under wsd.")
 @click.option("--min-lr-ratio", default=0.1, show_default=True, help="Last learning rate over the peak.")
 @click.option(
