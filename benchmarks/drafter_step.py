@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dflash_train.benchmarks import random_target
 from dflash_train.benchmarks.peers import StepInputs, StepShape, specforge_step, speculators_step
 from dflash_train.stage2_drafter.blocks import make_blocks, sample_anchors
 from dflash_train.stage2_drafter.compiled import CompiledDrafter
@@ -38,11 +39,11 @@ from dflash_train.stage2_drafter.fp8 import Fp8Head
 from dflash_train.stage2_drafter.loss import block_weights, frozen_head_cross_entropy, weighted_loss
 from dflash_train.stage2_drafter.mask_kernel import fused_block_mask
 
-_QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+_SHARED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 GEOMETRIES = {
-    "qwen3-8b": StepShape(hidden_size=4096, intermediate_size=12288, num_attention_heads=32, **_QWEN3),
-    "qwen3-4b": StepShape(hidden_size=2560, intermediate_size=9728, num_attention_heads=32, **_QWEN3),
-    "qwen3-0.6b": StepShape(hidden_size=1024, intermediate_size=3072, num_attention_heads=16, **_QWEN3),
+    name: StepShape(**{field: target[field] for field in _SHARED})
+    for name, target in random_target.GEOMETRIES.items()
+    if name != "tiny"
 }
 OURS, OURS_FP8 = "dflash-train", "dflash-train, fp8"
 NUM_DRAWS = 4

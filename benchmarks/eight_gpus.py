@@ -37,7 +37,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from dflash_train.benchmarks.random_target import GEOMETRIES, make_samples
+from dflash_train.benchmarks.random_target import GEOMETRIES, draw_lengths, make_samples
 from dflash_train.machine.launch import parse_devices
 from dflash_train.store.reader import StoreReader
 from dflash_train.units import format_bytes
@@ -123,7 +123,7 @@ class Benchmark:
         self.data = self.folder / "samples.parquet"
         if not self.data.exists():
             num_samples, longest = self.sizes["num_samples"], self.sizes["longest"]
-            make_samples(self.data, num_samples, longest=longest, median_tokens=longest // 4)
+            make_samples(self.data, draw_lengths(num_samples, longest=longest, median_tokens=longest // 4))
         self.say(f"target {self.target}, {self.sizes['num_samples']:,} conversations, in memory: {self.ram}")
 
     def start(self, name: str, *words: object) -> Command:

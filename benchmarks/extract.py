@@ -2,8 +2,8 @@
 
     python benchmarks/extract.py --geometry qwen3-8b --json extract.json
 
-Makes a target of a named geometry with random weights (on the device, saved once to --ram, with a tokenizer of bytes:
-nothing is downloaded) and samples of seeded random tokens with lognormal lengths. Then, on the same batches:
+Makes a target of a named geometry with random weights in --ram, and samples of random tokens with lognormal lengths
+(random_target.py: nothing is downloaded). Then, on the same batches:
 
 - in one process: the forward with a padding mask and output_hidden_states (all layers, final norm, no head), the forward
   that stops after the last tap, and the same compiled;
@@ -35,79 +35,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash_train.benchmarks.random_target import (
+    FIRST_PLAIN_TOKEN,
+    GEOMETRIES,
+    NUM_TOKENS,
+    draw_lengths,
+    make_samples,
+    make_target,
+)
 from dflash_train.stage1_target.overlap import parse_overlap
 from dflash_train.stage1_target.schedule import Batch, padding_share, plan_batches
 
-GEOMETRIES: dict[str, dict[str, Any]] = {
-    "qwen3-8b": {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 12288},
-    "qwen3-4b": {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 9728},
-    "qwen3-0.6b": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072},
-    "tiny": {
-        "hidden_size": 64,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "intermediate_size": 128,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 400,
-    },
-}
+NUM_TAPS = 5
 ENCODINGS = ("int8", "bf16", "projected-int8")
 PADDED, BARE, COMPILED = "forward, mask and output_hidden_states", "forward to the last tap", "the same, compiled"
 INT8_RAM = "dflash extract int8, RAM disk"
-MEDIAN_TOKENS, SPREAD = 6.7, 0.7  # of the logarithm: 812 tokens in the middle, a mean of 1,000
+MEDIAN_TOKENS, SPREAD = 812, 0.7  # of the logarithm; a mean of about 1,000
 
 
-def draw_lengths(num_tokens: int, longest: int, seed: int) -> NDArray[np.int64]:
+def lengths_of(num_tokens: int, longest: int, seed: int) -> NDArray[np.int64]:
     """Lognormal lengths, at least 32 and at most `longest`, that sum up to at least num_tokens."""
-    rng = np.random.default_rng(seed)
-    lengths = np.clip(rng.lognormal(MEDIAN_TOKENS, SPREAD, num_tokens // 100 + 8), 32, longest).astype(np.int64)
+    lengths = draw_lengths(num_tokens // 100 + 8, seed, MEDIAN_TOKENS, SPREAD, 32, longest)
     return lengths[: int(np.searchsorted(np.cumsum(lengths), num_tokens)) + 1]
-
-
-def make_target(geometry: str, folder: Path, device: str) -> Any:
-    """A random target, saved with a tokenizer, and the model on its device in bfloat16 (on a CPU float32)."""
-    import torch
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    shape = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, **GEOMETRIES[geometry]}
-    config = transformers.Qwen3Config(
-        **shape, max_position_embeddings=40_960, tie_word_embeddings=geometry != "qwen3-8b", eos_token_id=0
-    )
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
-    assert model.dtype == dtype
-    model.save_pretrained(folder, max_shard_size="4GB")
-    make_tokenizer().save_pretrained(folder)
-    return model
-
-
-def make_tokenizer() -> Any:
-    """One token a byte; the samples are token ids already."""
-    import tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate(["<|end|>", *alphabet])}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    template = "{% for message in messages %}{{ message['content'] + '<|end|>' }}{% endfor %}"
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", chat_template=template)
-
-
-def write_samples(path: Path, lengths: NDArray[np.int64], seed: int) -> None:
-    """Samples of random token ids in which the last three quarters count in the loss."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    rng = np.random.default_rng(seed)
-    ids = [rng.integers(1, 256, length, dtype=np.int32) for length in lengths]
-    masks = [(np.arange(length) >= length // 4).astype(np.int32) for length in lengths]
-    pq.write_table(pa.table({"input_ids": ids, "loss_mask": masks}), path, compression="none")
 
 
 def measure_forwards(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -116,22 +65,24 @@ def measure_forwards(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     from dflash_train.stage1_target.compiled_target import compile_layers
     from dflash_train.stage1_target.forward import pad_right
-    from dflash_train.stage1_target.target import Target, TargetConfig, default_target_layer_ids
-    from dflash_train.stage1_target.target import make_target as wrap
+    from dflash_train.stage1_target.target import TargetConfig, default_target_layer_ids, load_target
 
     began = time.perf_counter()
-    model = make_target(given.geometry, folder / "target", given.device)
+    name = str(make_target(folder / "target", given.geometry, given.device))
     made = time.perf_counter() - began
-    layer_ids = default_target_layer_ids(len(model.model.layers), 5)
-    target: Target = wrap(TargetConfig(name="random"), model, make_tokenizer(), layer_ids)
-    device = torch.device(given.device)
+    layer_ids = default_target_layer_ids(GEOMETRIES[given.geometry]["num_hidden_layers"], NUM_TAPS)
+    target = load_target(TargetConfig(name=name), layer_ids, given.device)
+    model, device = target.model, torch.device(given.device)
     rng = np.random.default_rng(given.seed)
 
     def prepare(num_tokens: int) -> tuple[list[Batch], list[Any], list[Any]]:
-        lengths = draw_lengths(num_tokens, given.max_tokens, given.seed)
+        lengths = lengths_of(num_tokens, given.max_tokens, given.seed)
         batches = plan_batches(lengths, np.arange(len(lengths)), given.batch_tokens, given.seed)
         drawn = [lengths[list(batch.indices)] for batch in batches]
-        inputs = [pad_right([rng.integers(1, 256, size, dtype=np.int32) for size in sizes]) for sizes in drawn]
+        inputs = [
+            pad_right([rng.integers(FIRST_PLAIN_TOKEN, NUM_TOKENS, size, dtype=np.int32) for size in sizes])
+            for sizes in drawn
+        ]
         masks = [
             torch.arange(ids.shape[1])[None, :] < torch.from_numpy(sizes)[:, None]
             for ids, sizes in zip(inputs, drawn, strict=True)
@@ -175,7 +126,7 @@ def measure_forwards(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def full_windows_padding(given: argparse.Namespace) -> float:
     """Padding of the same lengths where there are many: a few hundred samples cannot be sorted into even batches."""
-    lengths = draw_lengths(10_000_000, given.max_tokens, given.seed)
+    lengths = lengths_of(10_000_000, given.max_tokens, given.seed)
     return padding_share(plan_batches(lengths, np.arange(len(lengths)), given.batch_tokens, given.seed))
 
 
@@ -292,7 +243,7 @@ def versions() -> dict[str, str]:
 
 def target_bytes(geometry: str) -> float:
     """About the size of a target's weights in bfloat16."""
-    shape = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, **GEOMETRIES[geometry]}
+    shape = GEOMETRIES[geometry]
     hidden, heads = shape["hidden_size"], shape["num_attention_heads"] + shape["num_key_value_heads"]
     layer = hidden * (2 * heads * shape["head_dim"] + 3 * shape["intermediate_size"])
     return float(2 * (2 * shape["vocab_size"] * hidden + shape["num_hidden_layers"] * layer))
@@ -313,12 +264,12 @@ def measure(given: argparse.Namespace, work: Path, ram: Path) -> dict[str, Any]:
     subprocess.run(child, check=True)
     forwards = result["forwards"] = json.loads((work / "forwards.json").read_text())
     print(json.dumps(forwards), flush=True)
-    lengths = draw_lengths(forwards["num_tokens"], given.max_tokens, given.seed)
-    write_samples(work / "samples.parquet", lengths, given.seed)
+    lengths = lengths_of(forwards["num_tokens"], given.max_tokens, given.seed)
+    make_samples(work / "samples.parquet", lengths, given.seed)
     result["samples"], result["tokens"] = len(lengths), int(lengths.sum())
     extracts: dict[str, Any] = {}
     result["extracts"] = extracts
-    states = 5 * GEOMETRIES[given.geometry]["hidden_size"]
+    states = NUM_TAPS * GEOMETRIES[given.geometry]["hidden_size"]
     calibration: Path | None = None
     places = [("RAM disk", ram), ("disk", given.folder)]
     variants = [(encoding, place, folder, "0") for encoding in ENCODINGS for place, folder in places]

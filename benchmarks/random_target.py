@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 QWEN3: dict[str, Any] = {
     "vocab_size": 151_936,
@@ -152,27 +153,29 @@ def make_tokenizer() -> Any:
     )
 
 
-def make_samples(
-    path: Path,
+def draw_lengths(
     num_samples: int,
     seed: int = 0,
-    median_tokens: int = 900,
+    median_tokens: float = 900,
     spread: float = 0.8,
     shortest: int = 16,
     longest: int = 4096,
-) -> Path:
-    """Write a parquet file of ready `input_ids` + `loss_mask`: random tokens, lognormal lengths, the last 3/4 supervised.
+) -> NDArray[np.int64]:
+    """Lognormal lengths in tokens [num_samples], cut to shortest … longest.
 
-    median_tokens is the median of the lengths, spread the standard deviation of their logarithm; lengths are cut to
-    shortest … longest.
+    median_tokens is their median, spread the standard deviation of their logarithm.
     """
+    drawn = median_tokens * np.exp(spread * np.random.default_rng(seed).standard_normal(num_samples))
+    return np.clip(drawn, shortest, longest).astype(np.int64)
+
+
+def make_samples(path: Path, lengths: NDArray[np.int64], seed: int = 0) -> Path:
+    """Write a parquet file of ready `input_ids` + `loss_mask`: random tokens, the last 3/4 of each sample supervised."""
     import pyarrow
     import pyarrow.parquet
 
-    rng = np.random.default_rng(seed)
-    lengths = np.clip(median_tokens * np.exp(spread * rng.standard_normal(num_samples)), shortest, longest).astype(int)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    tokens = rng.integers(FIRST_PLAIN_TOKEN, NUM_TOKENS, offsets[-1], dtype=np.int32)
+    tokens = np.random.default_rng(seed).integers(FIRST_PLAIN_TOKEN, NUM_TOKENS, offsets[-1], dtype=np.int32)
     place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
     mask = (4 * place >= np.repeat(lengths, lengths)).astype(np.int8)
     table = pyarrow.table(
@@ -182,7 +185,7 @@ def make_samples(
         }
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(table, path)
+    pyarrow.parquet.write_table(table, path, compression="none")
     return path
 
 
@@ -197,7 +200,7 @@ def main() -> None:
     options = parser.parse_args()
     make_target(options.folder, options.geometry, options.device, options.dtype, options.seed)
     if options.samples:
-        make_samples(options.folder / "samples.parquet", options.samples, options.seed)
+        make_samples(options.folder / "samples.parquet", draw_lengths(options.samples, options.seed), options.seed)
     print(f"wrote {options.folder}")
 
 
