@@ -6,12 +6,10 @@ Drawn with matplotlib's objects on its Agg canvas, never through pyplot, as the 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dflash_train.speculate.prompts import source_label
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from dflash_train.store.plots import BLUE, ORANGE, label_axes
 
 MOST_CURVES = 6
 """Data sets that get a curve of their own; all together always has one."""
@@ -33,22 +31,22 @@ def plot_acceptance(result: dict[str, Any], path: Path) -> None:
         label = f"{source_label(entry['source'])}: {_length(entry)}"
         accepted.plot(*_cumulative(entry), "o-", color=colour, markersize=3, linewidth=1.2, label=label)
     label = f"{'all' if data_sets else source_label(result['data_sets'][0]['source'])}: {_length(result)}"
-    accepted.plot(*_cumulative(result), "o-", color="#2a6fbb", markersize=4, linewidth=2.2, label=label)
+    accepted.plot(*_cumulative(result), "o-", color=BLUE, markersize=4, linewidth=2.2, label=label)
     accepted.set_ylim(0, 1.02)
     accepted.yaxis.set_major_formatter(PercentFormatter(1.0))
     accepted.legend(frameon=False, fontsize=9, title="acceptance length", title_fontsize=9, alignment="left")
-    _label(
+    label_axes(
         accepted, "Rounds that accept all drafts up to a position", "position in the block (0 is the anchor)", "rounds"
     )
     histogram = result["histogram"]
-    lengths.bar(range(1, len(histogram) + 1), histogram, color="#2a6fbb", width=0.8)
+    lengths.bar(range(1, len(histogram) + 1), histogram, color=BLUE, width=0.8)
     if result["acceptance_length"] is not None:
         mean = result["acceptance_length"]
-        lengths.axvline(mean, color="#c8501e", linewidth=1.2, label=f"mean: {mean:.2f}")
+        lengths.axvline(mean, color=ORANGE, linewidth=1.2, label=f"mean: {mean:.2f}")
         lengths.legend(frameon=False, fontsize=9)
     for axes in (accepted, lengths):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _label(
+    label_axes(
         lengths, f"Tokens gained by each of {result['num_rounds']:,} rounds", "tokens, bonus token included", "rounds"
     )
     how = f"temperature {result['temperature']:g}, block size {result['block_size']}, {result['num_prompts']:,} prompts"
@@ -64,13 +62,3 @@ def _cumulative(entry: dict[str, Any]) -> tuple[list[int], list[float]]:
 
 def _length(entry: dict[str, Any]) -> str:
     return "–" if entry["acceptance_length"] is None else f"{entry['acceptance_length']:.2f}"
-
-
-def _label(axes: Axes, title: str, x: str, y: str) -> None:
-    axes.set_title(title, fontsize=10, loc="left")
-    axes.set_xlabel(x, fontsize=9)
-    axes.set_ylabel(y, fontsize=9)
-    axes.tick_params(labelsize=8)
-    axes.grid(visible=True, color="#e4e6ea", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)

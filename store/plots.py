@@ -101,7 +101,7 @@ def _plot_lengths(lengths: NDArray[Any]) -> Figure:
     for name, value, style in (("median", median, "-"), ("95 %", p95, "--"), ("longest", longest, ":")):
         axes.axvline(value, color=ORANGE, linewidth=1.2, linestyle=style, label=f"{name}: {value:,}")
     axes.legend(frameon=False)
-    _label(axes, f"Length of {len(lengths):,} samples, {lengths.sum():,} tokens", "tokens", "samples")
+    label_axes(axes, f"Length of {len(lengths):,} samples, {lengths.sum():,} tokens", "tokens", "samples")
     return figure
 
 
@@ -112,7 +112,7 @@ def _plot_supervised(lengths: NDArray[Any], supervised: NDArray[Any]) -> Figure:
     axes.axvline(100 * overall, color=ORANGE, linewidth=1, label=f"of all tokens: {overall:.1%}")
     axes.legend(frameon=False)
     axes.set_xlim(0, 100)
-    _label(axes, "Share of a sample's tokens that count in the loss", "supervised, %", "samples")
+    label_axes(axes, "Share of a sample's tokens that count in the loss", "supervised, %", "samples")
     return figure
 
 
@@ -135,7 +135,7 @@ def _plot_features(drawn: DrawnFeatures, layer_ids: tuple[int, ...]) -> Figure:
                           fontsize=8, color=ORANGE)  # fmt: skip
         count = "no outlier channel" if not len(outliers) else f"{len(outliers):,} outlier channels"
         count = count.removesuffix("s") if len(outliers) == 1 else count
-        _label(axes, f"layer {layer}: {count}", "channel", "rms")
+        label_axes(axes, f"layer {layer}: {count}", "channel", "rms")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=3, frameon=False, markerscale=2, fontsize=9)
     figure.suptitle(f"Features over {len(drawn.scaled):,} drawn tokens", x=0.01, ha="left", fontsize=11)
@@ -163,7 +163,7 @@ def _plot_quantization(error: RoundingError, layer_ids: tuple[int, ...], encodin
     axes.legend(frameon=False, fontsize=9)
     measured = encoding == "bf16"
     kind = "measured by encoding the bf16 features" if measured else "expected from the stored steps s"
-    _label(
+    label_axes(
         axes,
         f"Error of {'int8' if measured else encoding}, {kind}",
         "channels, % (in the order of their error)",
@@ -190,7 +190,8 @@ def _panels(count: int) -> tuple[Figure, list[Axes]]:
     return figure, [figure.add_subplot(rows, columns, number + 1) for number in range(count)]
 
 
-def _label(axes: Axes, title: str, x: str, y: str) -> None:
+def label_axes(axes: Axes, title: str, x: str, y: str) -> None:
+    """Title, axis labels, grid and frame as every picture of this package has them."""
     axes.set_title(title, fontsize=10, loc="left")
     axes.set_xlabel(x, fontsize=9)
     axes.set_ylabel(y, fontsize=9)
