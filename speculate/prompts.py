@@ -19,15 +19,13 @@ import numpy as np
 
 from dflash_train.errors import InputError
 from dflash_train.stage1_target.conversations import (
-    CONVERSATION_FORMATS,
-    FORMATS,
-    PROMPT_FORMATS,
     SURROGATE,
     Message,
     RowError,
     first_turn_group,
     parse_conversation,
     peek_columns,
+    prompt_format,
 )
 from dflash_train.stage1_target.dialogue import make_dialogue
 from dflash_train.stage1_target.sources import Row, Source, hub_source, open_source
@@ -223,8 +221,7 @@ def _open(source: str, split: str) -> Rows:
             )
         return _benchmark_rows(benchmark, rows)
     columns, rows = peek_columns(source, open_source(source, split).rows())
-    formats = {one: FORMATS[one] for one in CONVERSATION_FORMATS} | PROMPT_FORMATS
-    format_name = next((one for one, needed in formats.items() if set(needed) <= set(columns)), None)
+    format_name = prompt_format(columns)
     if format_name is None:
         raise InputError(
             f"The columns of {source} are {', '.join(columns)}; prompts need turns: `messages`, `conversations`, "

@@ -7,7 +7,7 @@ matter is normalised (nulls, text given in parts, tool-call arguments given as a
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,12 @@ def peek_columns(source: str, rows: Iterator[Row]) -> tuple[list[str], Iterator[
     if not first:
         raise InputError(f"{source} holds no rows. Give a data set with at least one conversation.")
     return list(dict.fromkeys(column for row in first for column in row)), itertools.chain(first, rows)
+
+
+def prompt_format(columns: Collection[str]) -> str | None:
+    """The format of data whose user turns are to be answered: the first that has its columns, None where none has."""
+    formats = {name: FORMATS[name] for name in CONVERSATION_FORMATS} | PROMPT_FORMATS
+    return next((name for name, needed in formats.items() if set(needed) <= set(columns)), None)
 
 
 def parse_conversation(format_name: str, row: Row) -> Conversation:

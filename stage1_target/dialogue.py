@@ -16,15 +16,13 @@ from typing import Any
 
 from dflash_train.errors import InputError
 from dflash_train.stage1_target.conversations import (
-    CONVERSATION_FORMATS,
-    FORMATS,
-    PROMPT_FORMATS,
     SURROGATE,
     Conversation,
     Message,
     RowError,
     parse_conversation,
     peek_columns,
+    prompt_format,
 )
 from dflash_train.stage1_target.sources import Row, Source
 from dflash_train.store.manifest import hash_json
@@ -137,8 +135,7 @@ class DialogueReader:
     def read(self) -> Iterator[Dialogue]:
         """Dialogues in the order of the data. Raises InputError where the format has no turns, or no row can be used."""
         columns, rows = peek_columns(self.source.name, self.source.rows())
-        formats = {name: FORMATS[name] for name in CONVERSATION_FORMATS} | PROMPT_FORMATS
-        name = next((name for name, needed in formats.items() if set(needed) <= set(columns)), None)
+        name = prompt_format(columns)
         if name is None:
             raise InputError(
                 f"The columns of {self.source.name} are {', '.join(columns)}; questions need turns: `messages`, "
