@@ -1,15 +1,11 @@
 """The drafter compiled once, with proof that it stays so: flex_attention on CUDA, a dense mask through SDPA on the CPU.
 
 On CUDA three functions are compiled with `torch.compile(fullgraph=True, dynamic=False)`: the projection of the context, a
-layer, which is an argument, so that all layers share its code, and the last norm. The block mask is counted from its intervals by kernels of our own
-(`mask_kernel`), which need no compiler. Every shape is fixed when the object is made. `warm_up` runs one whole training step
-and one evaluation step of the caller, compares the number of compiled graphs with the number that follows from the
-layers, and then sets torch's stance `fail_on_recompile`, which is process-wide: from there on a compile raises.
-
-flex_attention computes a dense attention matrix, silently, whenever it is not compiled (276 GB at our sizes, and the end
-of the run that this project replaces). Two locks stand before that: `flex_attention_door` raises unless it is being
-traced, which catches every way back to eager code; `forbid_dense_flex` replaces the operator's dense kernels, which
-catches the backends `eager` and `aot_eager`, where tracing does happen.
+layer, which is an argument, so that all layers share its code, and the last norm. The block mask is counted from its
+intervals by kernels of our own (`mask_kernel`), which need no compiler. Every shape is fixed when the object is made.
+`warm_up` runs one whole training step and one evaluation step of the caller, compares the number of compiled graphs with
+the number that follows from the layers, and then sets torch's stance `fail_on_recompile`, which is process-wide: from
+there on a compile raises. flex_door.py keeps flex_attention from ever running dense.
 
 torch's compiler keeps global state, so only the main thread may pass (reference: pytorch issues 126024, 168042).
 
@@ -25,17 +21,18 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from dflash_train.errors import InputError
 from dflash_train.stage2_drafter.blocks import TILE, dense_block_mask
 from dflash_train.stage2_drafter.drafter import Attend, Drafter, DrafterLayer, Product
+from dflash_train.stage2_drafter.flex_door import flex_attention_door, forbid_dense_flex
 from dflash_train.stage2_drafter.fp8 import check_fp8, fp8_linear
 
 log = logging.getLogger(__name__)
@@ -45,60 +42,8 @@ MIN_HEAD_DIM = 16
 MAX_DENSE_CELLS = 2**27
 """Largest dense mask on the CPU, in cells: SDPA widens it to fp32, so 0.5 GiB."""
 
-_DENSE_FLEX = (
-    "flex_attention was about to run dense, with the whole attention matrix in memory: it was {how}. "
-    "Nothing may do that; unset TORCHDYNAMO_DISABLE and keep torch.compile's backend at inductor."
-)
-
 LayerKind = tuple[int | None, bool]
 """(sliding window, causal inside the block): layers of one kind share a mask and a graph."""
-
-
-def flex_attention_door(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
-    """The only way to flex_attention: raises RuntimeError unless torch.compile is tracing it.
-
-    Traced, the test is a constant and costs nothing; in every fallback to eager code it really runs.
-    """
-    if not torch.compiler.is_dynamo_compiling():
-        raise RuntimeError(_DENSE_FLEX.format(how="called without being compiled"))
-    out = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True)
-    assert isinstance(out, Tensor)
-    return out
-
-
-def forbid_dense_flex() -> Callable[[], None]:
-    """Replace flex_attention's dense kernels by one that raises, in this process; returns the undo.
-
-    Compiled CUDA and CPU kernels do not go through them. They are private to torch, so a version that moved them is
-    refused: a lock that is silently absent is worse than none.
-    """
-    from torch._C import DispatchKey
-    from torch._higher_order_ops.flex_attention import flex_attention as forward_operator
-    from torch._higher_order_ops.flex_attention import flex_attention_backward as backward_operator
-
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError(_DENSE_FLEX.format(how="compiled with a backend that does not fuse it"))
-
-    operators: list[Any] = [forward_operator, backward_operator]
-    key: Any = DispatchKey.CompositeExplicitAutograd
-    saved: list[Any] = []
-    for operator in operators:
-        if key not in getattr(operator, "py_kernels", {}):
-            raise RuntimeError(
-                f"torch {torch.__version__} keeps flex_attention's dense kernels elsewhere than 2.11 to 2.13 do, so "
-                "they cannot be locked; use one of those versions."
-            )
-        saved.append(operator.py_kernels[key])
-    for operator in operators:
-        operator.py_kernels[key] = refuse
-        getattr(operator, "_dispatch_cache", {}).clear()  # may remember the dense kernel from an earlier eager call
-
-    def undo() -> None:
-        for operator, kernel in zip(operators, saved, strict=True):
-            operator.py_kernels[key] = kernel
-            getattr(operator, "_dispatch_cache", {}).clear()
-
-    return undo
 
 
 def compiled_graphs() -> int:

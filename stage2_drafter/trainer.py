@@ -35,7 +35,7 @@ from dflash_train.stage2_drafter.checkpoint import (
 from dflash_train.stage2_drafter.compiled import CompiledDrafter
 from dflash_train.stage2_drafter.drafter import Drafter
 from dflash_train.stage2_drafter.events import Progress, StepDone
-from dflash_train.stage2_drafter.follow import RoundPlanner, remove_consumed
+from dflash_train.stage2_drafter.follow import remove_consumed
 from dflash_train.stage2_drafter.fp8 import Fp8Head
 from dflash_train.stage2_drafter.initial_weights import initial_weights
 from dflash_train.stage2_drafter.loss import block_weights, dpace_weights, frozen_head_cross_entropy, weighted_loss
@@ -51,6 +51,7 @@ from dflash_train.stage2_drafter.optimizer import (
     set_learning_rate,
 )
 from dflash_train.stage2_drafter.preparation import PreparedRun
+from dflash_train.stage2_drafter.round_planner import RoundPlanner
 from dflash_train.stage2_drafter.row_loader import Row, RowBuffer, RowBuilder, RowLoader
 from dflash_train.stage2_drafter.rows import GrowingSchedule, RowKey
 from dflash_train.stage2_drafter.run_folder import Round, append_rounds

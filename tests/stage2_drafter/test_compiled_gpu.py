@@ -13,13 +13,9 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from dflash_train.stage2_drafter import compiled as compiled_module
 from dflash_train.stage2_drafter.blocks import block_mask, dense_block_mask
-from dflash_train.stage2_drafter.compiled import (
-    CompiledDrafter,
-    compiled_graphs,
-    flex_attention_door,
-    forbid_dense_flex,
-)
+from dflash_train.stage2_drafter.compiled import CompiledDrafter, compiled_graphs
 from dflash_train.stage2_drafter.drafter import Drafter
+from dflash_train.stage2_drafter.flex_door import flex_attention_door, forbid_dense_flex
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ SCRIPT = """
 import sys, threading, time, warnings
 import torch
 from torch.nn.attention.flex_attention import flex_attention
-from dflash_train.stage2_drafter.compiled import flex_attention_door
+from dflash_train.stage2_drafter.flex_door import flex_attention_door
 
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)

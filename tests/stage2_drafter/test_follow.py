@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dflash_train.errors import InputError
-from dflash_train.stage2_drafter import follow
+from dflash_train.stage2_drafter import follow, round_planner
 from dflash_train.stage2_drafter import train as train_module
 from dflash_train.stage2_drafter import trainer as trainer_module
 from dflash_train.stage2_drafter.checkpoint import newest_checkpoint, read_groups
@@ -36,7 +36,7 @@ TIMES = ("tokens_per_second", "wait_share", "store_wait_seconds")
 
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(round_planner, "LOOK_SECONDS", 0.0)
 
 
 class GrowingStore:
@@ -78,13 +78,13 @@ def growing(make_store: MakeStore) -> GrowingStore:
 def grow_while_waiting(growing: GrowingStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Another segment comes whenever the trainer has to wait; the list gets every line of the waits."""
     said: list[str] = []
-    say = follow.RoundPlanner._say
+    say = round_planner.RoundPlanner._say
 
-    def say_and_grow(self: follow.RoundPlanner, plan: Plan | None, live: Any) -> None:
+    def say_and_grow(self: round_planner.RoundPlanner, plan: Plan | None, live: Any) -> None:
         say(self, plan, live)
         growing.grow()
 
-    monkeypatch.setattr(follow.RoundPlanner, "_say", say_and_grow)
+    monkeypatch.setattr(round_planner.RoundPlanner, "_say", say_and_grow)
     yield said
 
 
@@ -191,7 +191,7 @@ def test_the_end_of_an_extract_is_noticed_and_said(growing: GrowingStore, make_t
     lines: list[str] = []
     now = [0.0]
     following = follow.Following(config, StoreReader(growing.path), [], 0)
-    planner = follow.RoundPlanner(following, lines.append, clock=lambda: now[0])
+    planner = round_planner.RoundPlanner(following, lines.append, clock=lambda: now[0])
     for state, seconds in (("running", 1), ("running", 40), ("running", 1), ("stopped", 1), ("failed", 1)):
         now[0] += seconds
         if seconds == 1 and state != "running":
