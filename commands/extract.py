@@ -181,8 +181,8 @@ def extract(
 
         def report(event: Event) -> None:
             if isinstance(event, Forecast) and not config.dry_run:
-                place = beside(config.store)
-                write_recipe(context, place.with_name(f"{place.name}.recipe.toml"))
+                folder = beside(config.store)
+                write_recipe(context, folder.with_name(f"{folder.name}.recipe.toml"))
             terminal.report(event)
 
         result = run(config, recorded_extract(report) if speaks and not config.dry_run else report)

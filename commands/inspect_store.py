@@ -19,7 +19,7 @@ from dflash_train.commands.options import (
 )
 from dflash_train.commands.terminal import Terminal, progress_options, say, show
 from dflash_train.errors import InputError
-from dflash_train.machine.launch import user_cache_folder
+from dflash_train.machine.launch import remote_stores_folder
 from dflash_train.store.location import StoreLocation, located
 
 
@@ -73,9 +73,7 @@ def inspect_store(
     """
     if cache_bytes < 0:
         raise InputError(f"--cache-bytes is {cache_bytes}, but at least 0 is needed.")
-    if cache_folder is not None and cache_folder.exists() and not cache_folder.is_dir():
-        raise InputError(f"--cache-folder is {cache_folder}, a file, but must be a folder; name another path.")
-    store = located(store, cache_folder or user_cache_folder() / "stores", cache_bytes)
+    store = located(store, remote_stores_folder(cache_folder), cache_bytes)
     if plot is not None and (verify is not None or sample_id is not None):
         raise click.UsageError("--plot draws the whole store: give neither --verify nor --sample with it.")
     if verify == "recompute":

@@ -32,6 +32,7 @@ from typing import Any, Protocol, Self
 from dflash_train.errors import InputError
 
 STORE_SECONDS = 60.0
+"""For torchrun's store to answer."""
 LINGER_SECONDS = 60.0
 """For the end of an interpreter: on a machine whose cores are all busy, 10 seconds were too few for one with torch."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -79,6 +80,16 @@ def user_cache_folder() -> Path:
     """The folder for what can be made again: $XDG_CACHE_HOME/dflash-train, by default ~/.cache/dflash-train."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "dflash-train"
+
+
+def remote_stores_folder(given: Path | None) -> Path:
+    """The folder for what is kept here of stores at URLs: --cache-folder, else one in the user's cache folder.
+
+    Raises InputError where the given one is a file.
+    """
+    if given is not None and given.exists() and not given.is_dir():
+        raise InputError(f"--cache-folder is {given}, a file, but must be a folder; name another path.")
+    return given or user_cache_folder() / "stores"
 
 
 def visible_gpus() -> list[str]:
@@ -274,7 +285,7 @@ class Process:
     ended: bool = False
     """Whether ProcessGroup.wait has reported its end."""
     lingered: bool = False
-    """Whether it had closed its pipe, did not exit within 10 seconds, and was killed: no failure if its work was done."""
+    """Whether it had closed its pipe, did not exit within LINGER_SECONDS, and was killed: no failure if its work was done."""
 
     @property
     def pid(self) -> int:

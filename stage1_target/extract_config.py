@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_train.errors import InputError
-from dflash_train.machine.launch import user_cache_folder
+from dflash_train.machine.launch import remote_stores_folder
+from dflash_train.stage1_target.encoding_choice import check_encoding, resolve_encoding
 from dflash_train.stage1_target.samples import DataConfig
 from dflash_train.stage1_target.target import TargetConfig
-from dflash_train.store.encoding import AUTO_RANK, Encoding, is_projected, make_encoding, resolve_rank
+from dflash_train.store.encoding import AUTO_RANK, Encoding, is_projected
 from dflash_train.store.location import StoreLocation, located
 from dflash_train.store.manifest import Manifest
 from dflash_train.units import parse_size
@@ -95,20 +96,17 @@ class ExtractConfig:
                 raise InputError(f"--{name.replace('_', '-')} is {getattr(self, name)}, but must be more than 0.")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"--seed is {self.seed}, but must be at least 0 and below 2**63.")
-        stores = self.cache_folder or user_cache_folder() / "stores"
+        stores = remote_stores_folder(self.cache_folder)
         object.__setattr__(self, "store", located(self.store, stores))
         if self.calibration_from is not None:
             object.__setattr__(self, "calibration_from", located(self.calibration_from, stores))
-        folders = {name: getattr(self, name) for name in ("log_folder", "sample_cache", "cache_folder")}
+        folders = {name: getattr(self, name) for name in ("log_folder", "sample_cache")}
         for name, folder in folders.items():
             if folder is not None and folder.exists() and not folder.is_dir():
                 raise InputError(
                     f"--{name.replace('_', '-')} is {folder}, a file, but must be a folder; name another path."
                 )
-        make_encoding(self.encoding, 1, 1, 1 if is_projected(self.encoding) else None)
-        if not is_projected(self.encoding) and self.rank != AUTO_RANK:
-            raise InputError(f"--rank {self.rank} is for the projected encodings, but --encoding is {self.encoding}.")
-        resolve_rank(self.rank, 1)
+        check_encoding(self.encoding, self.rank)
         if self.projection_from is not None and not is_projected(self.encoding):
             raise InputError(
                 f"--projection-from {self.projection_from} is for the projected encodings, but --encoding is {self.encoding}."
@@ -120,8 +118,4 @@ class ExtractConfig:
 
     def resolve_encoding(self, num_layers: int, hidden_size: int, *manifests: Manifest | None) -> Encoding:
         """The encoding of L tapped layers of H channels; a rank of auto is the first that one of the manifests has."""
-        if not is_projected(self.encoding):
-            return make_encoding(self.encoding, num_layers, hidden_size)
-        ranks = [manifest.rank for manifest in manifests if manifest is not None and manifest.rank is not None]
-        rank = ranks[0] if ranks and self.rank == AUTO_RANK else resolve_rank(self.rank, hidden_size)
-        return make_encoding(self.encoding, num_layers, hidden_size, rank)
+        return resolve_encoding(self.encoding, self.rank, num_layers, hidden_size, *manifests)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dflash_train.errors import InputError
+from dflash_train.stage1_target.encoding_choice import check_encoding
 from dflash_train.stage1_target.target import TargetConfig
-from dflash_train.store.encoding import AUTO_RANK, is_projected, make_encoding, resolve_rank
+from dflash_train.store.encoding import AUTO_RANK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +54,7 @@ class ImportConfig:
         for name in ("check_samples", "seed"):
             if not 0 <= getattr(self, name) < 2**63:
                 raise InputError(f"--{name.replace('_', '-')} is {getattr(self, name)}, but must be at least 0.")
-        make_encoding(self.encoding, 1, 1, 1 if is_projected(self.encoding) else None)
-        if not is_projected(self.encoding) and self.rank != AUTO_RANK:
-            raise InputError(f"--rank {self.rank} is for the projected encodings, but --encoding is {self.encoding}.")
-        resolve_rank(self.rank, 1)
+        check_encoding(self.encoding, self.rank)
 
 
 @dataclass(kw_only=True)

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from dflash_train.errors import InputError
 from dflash_train.machine.launch import stop_signals
 from dflash_train.stage1_target.calibration import calibrate_states, calibration_of
+from dflash_train.stage1_target.encoding_choice import resolve_encoding
 from dflash_train.stage1_target.foreign import ForeignSample, Layout, StateFile, UnusableFile, open_layout
 from dflash_train.stage1_target.identity import (
     build_manifest,
@@ -39,6 +39,7 @@ from dflash_train.stage1_target.import_check import CHECK_TOKENS, check_states
 from dflash_train.stage1_target.import_config import ImportConfig, ImportResult
 from dflash_train.stage1_target.preparation import open_if_there
 from dflash_train.stage1_target.projection import fit_states
+from dflash_train.stage1_target.sample_table import prompt_group, sample_id
 from dflash_train.stage1_target.target import (
     Target,
     check_target_layer_ids,
@@ -50,8 +51,7 @@ from dflash_train.stage1_target.target import (
 from dflash_train.store.calibration import Calibration
 from dflash_train.store.consumed import read_consumed
 from dflash_train.store.creation import clean_staging, create_store, store_lock
-from dflash_train.store.encoding import AUTO_RANK, Encoding, is_projected, make_encoding, resolve_rank
-from dflash_train.store.manifest import hash_id
+from dflash_train.store.encoding import Encoding
 from dflash_train.store.reader import StoreReader, open_manifest
 from dflash_train.store.reference import ReferenceWriter
 from dflash_train.store.segment import SegmentWriter
@@ -82,7 +82,8 @@ def import_store(config: ImportConfig, report: Report | None = None) -> ImportRe
     hidden_size, started = int(text.hidden_size), time.monotonic()
     with store_lock(config.store), stop_signals() as stop:
         reader, other = open_if_there(config.store), config.calibration_from
-        encoding = _encoding(config, len(layer_ids), hidden_size, reader, other)
+        manifests = [None if reader is None else reader.manifest, None if other is None else open_manifest(other)]
+        encoding = resolve_encoding(config.encoding, config.rank, len(layer_ids), hidden_size, *manifests)
         if other is not None:
             calibration_of(other, layer_ids, encoding)  # refused now, not after the target is loaded
         tokenizer = load_tokenizer(config.target)
@@ -116,18 +117,6 @@ def import_store(config: ImportConfig, report: Report | None = None) -> ImportRe
         run.store(pending, reader, vocab_size, stop.is_set)
         run.result.seconds = time.monotonic() - started
         return run.result
-
-
-def _encoding(
-    config: ImportConfig, num_layers: int, hidden_size: int, reader: StoreReader | None, other: Path | None
-) -> Encoding:
-    if not is_projected(config.encoding):
-        return make_encoding(config.encoding, num_layers, hidden_size)
-    ranks = [] if reader is None else [reader.manifest.rank]
-    ranks += [] if other is None else [open_manifest(other).rank]
-    known = next((rank for rank in ranks if rank is not None), None)
-    rank = known if known is not None and config.rank == AUTO_RANK else resolve_rank(config.rank, hidden_size)
-    return make_encoding(config.encoding, num_layers, hidden_size, rank)
 
 
 class _Import:
@@ -286,7 +275,7 @@ class _Import:
                     result.num_stored += identity in stored
                 else:
                     features, scales = self._encode(token_ids, loss_mask, states, calibration, vocab_size)
-                    group = group_of(token_ids, loss_mask, identity)
+                    group = prompt_group(token_ids, loss_mask, identity)
                     segment.append(identity, group, token_ids, loss_mask, features, scales)
                     if reference.keeps(identity):
                         bits = states.to(torch.bfloat16).contiguous().view(torch.int16).numpy()
@@ -353,14 +342,3 @@ def _version(file: StateFile) -> tuple[int, int]:
     except OSError:  # a link to nowhere, or gone: reading it gives the reason
         return 0, 0
     return status.st_size, status.st_mtime_ns
-
-
-def sample_id(token_ids: NDArray[np.int32], loss_mask: NDArray[np.uint8]) -> int:
-    """A sample's id: that of the same tokens and loss mask in an extract."""
-    return hash_id(token_ids.astype("<i4").tobytes() + loss_mask.tobytes())
-
-
-def group_of(token_ids: NDArray[np.int32], loss_mask: NDArray[np.uint8], identity: int) -> int:
-    """A sample's group: the hash of what comes before the first supervised token; its own id where nothing does."""
-    prompt = token_ids[: int(loss_mask.argmax())]
-    return hash_id(prompt.astype("<i4").tobytes()) if len(prompt) else identity

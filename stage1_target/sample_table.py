@@ -16,6 +16,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from dflash_train.store.manifest import hash_id
+
 SAMPLES = "samples.arrow"
 DESCRIPTION = "samples.json"
 SCHEMA = pa.schema(
@@ -27,6 +29,17 @@ SCHEMA = pa.schema(
         "loss_mask": pa.list_(pa.uint8()),
     }
 )
+
+
+def sample_id(token_ids: NDArray[np.int32], loss_mask: NDArray[np.uint8]) -> int:
+    """A sample's id, whatever it came from: a hash of its token ids and loss mask, both [T]."""
+    return hash_id(token_ids.astype("<i4").tobytes() + loss_mask.tobytes())
+
+
+def prompt_group(token_ids: NDArray[np.int32], loss_mask: NDArray[np.uint8], identity: int) -> int:
+    """The group of a sample without turns: the hash of what comes before its first supervised token, else its own id."""
+    prompt = token_ids[: int(loss_mask.argmax())]
+    return hash_id(prompt.astype("<i4").tobytes()) if len(prompt) else identity
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from dflash_train.stage1_target.conversations import (
     parse_conversation,
     peek_columns,
 )
-from dflash_train.stage1_target.sample_table import DESCRIPTION, SAMPLES, SCHEMA, SampleTable
+from dflash_train.stage1_target.sample_table import DESCRIPTION, SAMPLES, SCHEMA, SampleTable, prompt_group, sample_id
 from dflash_train.stage1_target.sources import Row, Source, open_source
 from dflash_train.stage1_target.tokenization import (
     ChatRenderer,
@@ -39,7 +39,7 @@ from dflash_train.stage1_target.tokenization import (
     hash_chat_template,
     hash_tokenizer,
 )
-from dflash_train.store.manifest import format_id, hash_id, hash_json
+from dflash_train.store.manifest import format_id, hash_json
 from dflash_train.units import format_count
 
 __all__ = ["DataConfig", "SampleTable", "prepare_samples"]
@@ -249,21 +249,20 @@ class _TableBuilder:
             return
         truncated = len(token_ids) > self.config.max_tokens
         token_ids, loss_mask = token_ids[: self.config.max_tokens], loss_mask[: self.config.max_tokens]
-        sample_id = hash_id(token_ids.astype("<i4").tobytes() + loss_mask.tobytes())
+        identity = sample_id(token_ids, loss_mask)
         supervised = int(loss_mask.sum())
         if not supervised:
             cut = f" within the first {self.config.max_tokens}" if truncated else ""
-            self._quarantine(row, f"no supervised tokens{cut}", format_id(sample_id))
+            self._quarantine(row, f"no supervised tokens{cut}", format_id(identity))
             return
-        if sample_id in self.seen:
+        if identity in self.seen:
             self.num_duplicates += 1
             return
-        self.seen.add(sample_id)
+        self.seen.add(identity)
         self.num_truncated += truncated
         if group is None:
-            prompt = token_ids[: int(loss_mask.argmax())]
-            group = hash_id(prompt.astype("<i4").tobytes()) if len(prompt) else sample_id
-        for name, value in zip(SCHEMA.names, (sample_id, group, supervised, token_ids, loss_mask), strict=True):
+            group = prompt_group(token_ids, loss_mask, identity)
+        for name, value in zip(SCHEMA.names, (identity, group, supervised, token_ids, loss_mask), strict=True):
             columns[name].append(value)
 
     def _quarantine(self, row: int, reason: str, sample_id: str | None = None) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_train.errors import InputError
-from dflash_train.machine.launch import user_cache_folder
+from dflash_train.machine.launch import remote_stores_folder
 from dflash_train.store.location import CACHE_BYTES, StoreLocation, StoreUrl, located, parse_store
 
 SCHEDULES = ("cosine", "wsd", "constant")
@@ -141,10 +141,8 @@ class TrainConfig:
     """Steps in a row with a loss or gradient that is not finite, each skipped, before the run stops."""
 
     def __post_init__(self) -> None:
-        if self.cache_folder is not None and self.cache_folder.exists() and not self.cache_folder.is_dir():
-            raise InputError(f"--cache-folder is {self.cache_folder}, a file, but must be a folder; name another path.")
         store = parse_store(self.store) if isinstance(self.store, str) else self.store
-        stores = self.cache_folder or user_cache_folder() / "stores"
+        stores = remote_stores_folder(self.cache_folder)
         object.__setattr__(self, "store", located(store, stores, self.cache_bytes))
         for more in self.more_stores:
             if isinstance(self.store, StoreUrl) or isinstance(more, StoreUrl) or "://" in str(more):
