@@ -23,7 +23,6 @@ from dflash_train.speculate.prompts import Prompt
 from dflash_train.stage1_target.recompute import compare_samples
 from dflash_train.stage2_drafter.drafter import Drafter
 from dflash_train.stage2_drafter.preparation import PreparedRun
-from dflash_train.stage2_drafter.rows import split_holdout
 
 LARGEST_GAP = 0.15
 """Share by which the real number may lie below the estimate without a word."""
@@ -49,9 +48,9 @@ class Evidence:
 
     def held_out(self) -> list[int]:
         """Positions of some held-out samples; of any, where nothing is held out."""
-        samples, config = self.run.reader.samples, self.run.config
-        chosen = np.flatnonzero(split_holdout(np.asarray(samples["group"]), config.holdout))
-        return [int(index) for index in (chosen if len(chosen) else np.arange(len(samples)))[:NUM_SAMPLES]]
+        held_out = self.run.held_out()
+        chosen = np.flatnonzero(held_out if held_out.any() else ~held_out)
+        return [int(index) for index in chosen[:NUM_SAMPLES]]
 
 
 def explain_gap(evidence: Evidence, estimate: float, real: float) -> list[str]:

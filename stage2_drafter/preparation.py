@@ -51,15 +51,19 @@ class PreparedRun:
     following: Following | None = None
     """Where the store grows: what schedule, held-out rows and total_steps follow from."""
 
+    def held_out(self) -> np.ndarray:
+        """Which samples of the store (bool [N]) are held out; of one that grows, by the hash of their group alone."""
+        groups = np.asarray(self.reader.samples["group"], dtype=np.int64)
+        share = self.config.holdout
+        return split_holdout(groups, share) if self.following is None else hash_place(groups) < share
+
     def training_groups(self) -> np.ndarray:
         """Groups (int64, ascending, each once) of all that is not held out: no prompt of these is evaluated on.
 
         Those that the drafter of --init-from was trained on are among them, as far as it lists them.
         """
-        groups = np.asarray(self.reader.samples["group"], dtype=np.int64)
-        following, share = self.following is not None, self.config.holdout
-        held_out = hash_place(groups) < share if following else split_holdout(groups, share)
-        own, start = groups[~held_out], self.config.init_from
+        own = np.asarray(self.reader.samples["group"], dtype=np.int64)[~self.held_out()]
+        start = self.config.init_from
         before, resumed = None, None if start is None else newest_checkpoint(self.config.run)
         if resumed is not None:  # its list has those of the first drafter, whose folder is needed no more
             before = read_groups(resumed.path)

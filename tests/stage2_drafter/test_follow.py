@@ -15,6 +15,7 @@ from dflash_train.stage2_drafter import train as train_module
 from dflash_train.stage2_drafter import trainer as trainer_module
 from dflash_train.stage2_drafter.checkpoint import newest_checkpoint, read_groups
 from dflash_train.stage2_drafter.config import TrainConfig
+from dflash_train.stage2_drafter.preparation import prepare_run
 from dflash_train.stage2_drafter.rank import run_rank
 from dflash_train.stage2_drafter.rows import GrowingSchedule, hash_place, in_fraction
 from dflash_train.stage2_drafter.run_folder import read_metrics, read_rounds, run_lock
@@ -235,6 +236,22 @@ def test_growing_schedule_has_the_rows_of_its_rounds_in_order() -> None:
     assert schedule.samples(schedule.key(5)).tolist() == [7]  # type: ignore[arg-type]
 
 
+def test_what_a_growing_store_holds_out_is_what_its_rounds_leave_out(
+    growing: GrowingStore, make_train_config: MakeConfig
+) -> None:
+    """A share that no group falls into holds out nothing there, where a store that stays holds out one group."""
+    growing.grow(8)
+    names = list_segments(growing.path)
+    for share in (1e-9, 0.3):
+        run = prepare_run(make_train_config(growing.path, follow=True, holdout=share), names)
+        assert run.following is not None
+        _lengths, training, held_out = run.following.split(names)
+        assert np.flatnonzero(run.held_out()).tolist() == sorted(held_out.tolist())
+        groups = run.reader.samples["group"][training]
+        assert run.training_groups().tolist() == sorted(set(groups.tolist()))
+    assert prepare_run(make_train_config(growing.path, holdout=1e-9)).held_out().any()
+
+
 # -- consumption -------------------------------------------------------------------------------------------------------
 
 
@@ -443,8 +460,6 @@ def test_a_record_of_consumed_samples_guards_itself(growing: GrowingStore) -> No
 def test_fractions_are_nested_and_leave_the_held_out_alone(
     make_store: MakeStore, make_train_config: MakeConfig
 ) -> None:
-    from dflash_train.stage2_drafter.preparation import prepare_run
-
     ids = np.random.default_rng(0).integers(0, 2**63, 4000)
     small, large = in_fraction(ids, 0.2), in_fraction(ids, 0.5)
     assert (large >= small).all() and in_fraction(ids, 1.0).all()
