@@ -92,8 +92,9 @@ def import_store(
     """Make a store of the states that other trainers wrote.
 
     SOURCE is the folder that speculators' prepare-data wrote, with the safetensors files of hidden states in it, or
-    SpecForge's folder of .ckpt files. Files that cannot be used are left out by name, with the reason. Run the same command again to go on after
-    a stop or a kill. The target is loaded for its embedding, head and tokenizer, and to check the layers.
+    SpecForge's folder of .ckpt files. Files that cannot be used are left out by name, with the reason. Run the same command
+    again to go on after a stop or a kill. The target is loaded for its embedding, head and tokenizer, and to check the
+    layers.
     """
     layer_ids = layer_ids_of(layers, "--layers")
     assert layer_ids is not None

@@ -4,8 +4,7 @@ Norms, rotary embedding, gate and residual sums of a layer become a few fused ke
 x 2048 tokens: 38.9 K tokens/s against 33.4 K). One function runs every layer, the layer being an argument, so layers of
 one kind share a graph; sizes are symbolic, so batches need no buckets and no more padding than without. Two graphs a
 kind: torch treats a batch of one row as a constant. Warm-up runs both in the main thread, and shapes unlike those they
-were traced with; then nothing is ever compiled again: a batch that has no graph runs
-uncompiled, and the log says so.
+were traced with; then nothing is ever compiled again: a batch that has no graph runs uncompiled, and the log says so.
 
 Off by default: it takes half a minute or so at the start of every worker, which pays from some millions of tokens a GPU
 on, and rounds differently: states differ from the uncompiled ones by bfloat16 noise.

@@ -26,7 +26,7 @@ FORMATS = {
     "text": ("text",),
     "input_ids+loss_mask": ("input_ids", "loss_mask"),
 }
-# Prompts alone are enough to evaluate; `turns` is the question file of MT-bench.
+# Prompts alone are enough to regenerate and to evaluate; `turns` is the question file of MT-bench.
 PROMPT_FORMATS = {"prompt": ("prompt",), "turns": ("turns",)}
 CONVERSATION_FORMATS = ("messages", "conversations", "prompt+response", "prompt+completion")
 ACCEPTED_COLUMNS = (

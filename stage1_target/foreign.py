@@ -9,8 +9,8 @@ SpecForge (0.2.0): `rows_<a>-<b>/data_<i>.ckpt` or `.ckpt.gz`, a dictionary of t
 loss_mask [T], aux_hidden_state [1, T, L * H], or hidden_states where it was captured for DFlash. Layers count from 0 by
 decoder layer, as here. The last plane is a tensor of its own (hidden_state, target_last_hidden_states) and not looked at.
 
-No file says which layers it holds; `check_states` (import_check.py) finds out. Pickles are read by torch's weights_only loader
-alone, which runs no code.
+No file says which layers it holds; `check_states` (import_check.py) finds out. Pickles are read by torch's weights_only
+loader alone, which runs no code.
 
 Shapes: T tokens, L tapped target layers, P planes in a file, H hidden size.
 """
@@ -33,7 +33,6 @@ from torch import Tensor
 
 from dflash_train.errors import InputError
 
-LAYOUTS = ("speculators", "specforge")
 STATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

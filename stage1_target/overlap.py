@@ -1,8 +1,9 @@
 """What limits a worker: how long its main thread waited for what, how busy GPU and writers were, all over one window.
 
 The window opens when the second batch has run (compilers, allocators and caches are warm then) and closes with the last
-one, so loading, calibration and warm-up are left out; the last commit is counted apart. GPU time is taken between two events around each
-batch; the rest of the window the GPU was idle. The worker logs one line at its end, which benchmarks/extract.py reads.
+one, so loading, calibration and warm-up are left out; the last commit is counted apart. GPU time is taken between two
+events around each batch; the rest of the window the GPU was idle. The worker logs one line at its end, which
+benchmarks/extract.py reads.
 """
 
 from __future__ import annotations

@@ -127,8 +127,8 @@ class RangeCache:
     def _evict(self, num_bytes: int) -> int:
         """Remove what was unused since before this process began, the oldest first, until so many bytes are free."""
         freed = 0
-        for path, _time, size in sorted(self._entries(), key=lambda entry: entry[1]):
-            if freed >= num_bytes or _time >= self._began:
+        for path, used_at, size in sorted(self._entries(), key=lambda entry: entry[1]):
+            if freed >= num_bytes or used_at >= self._began:
                 break
             with contextlib.suppress(OSError):
                 path.unlink()

@@ -304,9 +304,8 @@ class RemoteFiles:
 def downloaded(location: StoreUrl) -> Iterator[tuple[Path, Objects, dict[str, int]]]:
     """A folder with the store's own files, whatever their state, and an empty one for each committed segment.
 
-    Folders of reference samples are treated as segments; what is half-written or a cache is left out.
-
     Yields it with the sizes of all objects; `download_segment` fills a segment's folder. It is removed at the end.
+    Folders of reference samples are treated as segments; what is half-written or a cache is left out.
     """
     objects = Objects(location)
     sizes = objects.sizes()

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from dflash_train.errors import InputError
-from dflash_train.stage1_target import foreign, importing, preparation, worker
+from dflash_train.stage1_target import importing, preparation, worker
 from dflash_train.stage1_target.extract_config import ExtractConfig
 from dflash_train.stage1_target.forward import Forwarder
 from dflash_train.stage1_target.import_config import ImportConfig, ImportResult
@@ -393,7 +393,6 @@ def test_a_folder_without_files_and_a_wrong_setting_are_one_sentence(config: Imp
     with pytest.raises(InputError, match="--rank 3 is for the projected encodings"):
         replace(config, rank="3")
     assert ImportResult(num_files=3, num_stored=1).lines()[-1].startswith("nothing to do")
-    assert foreign.LAYOUTS == ("speculators", "specforge")
 
 
 def test_an_imported_store_trains(config: ImportConfig, target: Target, tmp_path: Path) -> None:
