@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_train.store.checksums import CHECKSUMS_NAME
+from dflash_train.store.download import VERIFICATION
 from dflash_train.store.encoding import Encoding
 from dflash_train.store.files import Files, StoreError, write_error
 from dflash_train.store.location import StoreLocation, StoreUrl
@@ -197,7 +198,9 @@ def clean_spool(location: StoreUrl) -> int:
         if segment_id in own or min(objects.ages(f"{SEGMENTS}/{segment_id}").values(), default=0.0) > ORPHAN_SECONDS:
             objects.remove(names)
             removed += 1
-    folders = [folder for folder in spool.iterdir() if not folder.name.startswith("verify-")] if spool.is_dir() else []
+    folders = (
+        [folder for folder in spool.iterdir() if not folder.name.startswith(VERIFICATION)] if spool.is_dir() else []
+    )
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
     return removed + len(folders)

@@ -29,13 +29,13 @@ from dflash_train.store.creation import (
     manifest_encoding,
     stale_entries,
 )
+from dflash_train.store.download import download_segment, downloaded
 from dflash_train.store.encoding import Encoding
 from dflash_train.store.location import StoreLocation, StoreUrl
 from dflash_train.store.manifest import Manifest, StoreError, format_id
 from dflash_train.store.opened import Segment, SegmentFiles, list_segments
 from dflash_train.store.reader import open_manifest
 from dflash_train.store.reference import list_references, reference_encoding
-from dflash_train.store.remote import download_segment, downloaded
 from dflash_train.store.segment import REFERENCE, SEGMENTS, row_arrays
 from dflash_train.store.upload import orphans_of
 from dflash_train.units import format_bytes, format_count
