@@ -31,6 +31,7 @@ __all__ = [
     "find_drafter",
     "load_drafter",
     "load_drafter_config",
+    "trained_groups",
 ]
 
 

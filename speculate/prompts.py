@@ -28,6 +28,7 @@ from dflash_train.stage1_target.conversations import (
     prompt_format,
 )
 from dflash_train.stage1_target.dialogue import make_dialogue
+from dflash_train.stage1_target.sample_table import hash_tokens
 from dflash_train.stage1_target.sources import Row, Source, hub_source, open_source
 from dflash_train.stage1_target.tokenization import ChatRenderer
 from dflash_train.store.manifest import hash_id
@@ -95,7 +96,7 @@ class Prompt:
     @property
     def groups(self) -> list[int]:
         """The groups of training samples that ask the same: of conversations, and of data given as token ids."""
-        of_tokens = [hash_id(np.asarray(self.token_ids, "<i4").tobytes())] if self.token_ids else []
+        of_tokens = [hash_tokens(np.asarray(self.token_ids, np.int32))] if self.token_ids else []
         of_bare = [hash_id(self.bare.encode())] if self.bare is not None else []
         return [first_turn_group(self.turns[0]), *of_bare, *of_tokens]
 

@@ -36,10 +36,15 @@ def sample_id(token_ids: NDArray[np.int32], loss_mask: NDArray[np.uint8]) -> int
     return hash_id(token_ids.astype("<i4").tobytes() + loss_mask.tobytes())
 
 
+def hash_tokens(token_ids: NDArray[np.int32]) -> int:
+    """The group of a prompt that is known as token ids [T] alone."""
+    return hash_id(token_ids.astype("<i4").tobytes())
+
+
 def prompt_group(token_ids: NDArray[np.int32], loss_mask: NDArray[np.uint8], identity: int) -> int:
     """The group of a sample without turns: the hash of what comes before its first supervised token, else its own id."""
     prompt = token_ids[: int(loss_mask.argmax())]
-    return hash_id(prompt.astype("<i4").tobytes()) if len(prompt) else identity
+    return hash_tokens(prompt) if len(prompt) else identity
 
 
 @dataclass(frozen=True, kw_only=True)
