@@ -301,14 +301,10 @@ def find_drafter(path: Path) -> Path:
         raise InputError(f"{path} is no folder; give a drafter's folder or the run folder of `dflash train-drafter`.")
     folder = path
     if not (path / WEIGHTS_FILE).is_file() and (path / "checkpoints").is_dir():
-        steps = sorted(
-            (int(found.name.removeprefix("step-")), found)
-            for found in (path / "checkpoints").glob("step-*")
-            if found.name.removeprefix("step-").isdigit()
-        )
-        if not steps:
+        newest = newest_checkpoint(path)
+        if newest is None:
             raise InputError(f"The run {path} has no checkpoint yet; train it until its first checkpoint is saved.")
-        folder = steps[-1][1]
+        folder = newest.path
     missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not (folder / name).is_file()]
     if missing:
         raise InputError(
