@@ -14,12 +14,14 @@ from dflash_train.commands.options import (
     StorePath,
     allow_busy_gpus_option,
     cache_folder_option,
+    calibration_tokens_option,
     chat_template_arguments_of,
     check_name,
     data_options,
     gpus_option,
     gpus_per_target_option,
     layer_ids_of,
+    segment_options,
     target_options,
 )
 from dflash_train.commands.preflight import check_start
@@ -81,19 +83,13 @@ def _disk_of(fields: Mapping[str, Any]) -> Path:
     show_default=True,
     help="Compile the target's layers: quicker batches after half a minute more at the start.",
 )
-@click.option("--segment-bytes", default=2_000_000_000, show_default=True, help="A segment is committed at this size …")
-@click.option("--segment-seconds", default=300.0, show_default=True, help="… or at this age: the most a kill can lose.")
+@segment_options
 @click.option(
     "--max-store-size",
     metavar="SIZE",
     help="Pause while the store would be larger, such as 2TB; train-drafter --consume makes room.",
 )
-@click.option(
-    "--calibration-tokens",
-    default=65_536,
-    show_default=True,
-    help="Tokens that channel scale and projection are measured on.",
-)
+@calibration_tokens_option
 @click.option(
     "--calibration-from",
     type=StorePath(),

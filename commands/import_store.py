@@ -7,7 +7,15 @@ from typing import Any
 
 import click
 
-from dflash_train.commands.options import StorePath, check_name, layer_ids_of, one_gpu_option, use_one_device
+from dflash_train.commands.options import (
+    StorePath,
+    calibration_tokens_option,
+    check_name,
+    layer_ids_of,
+    one_gpu_option,
+    segment_options,
+    use_one_device,
+)
 from dflash_train.commands.recipe import write_recipe
 from dflash_train.commands.terminal import Terminal, progress_options
 from dflash_train.units import format_duration
@@ -58,14 +66,8 @@ from dflash_train.units import format_duration
     help="As in dflash extract.",
 )
 @click.option("--rank", default="auto", show_default=True, help="Features a token of a projected encoding.")
-@click.option("--segment-bytes", default=2_000_000_000, show_default=True, help="A segment is committed at this size …")
-@click.option("--segment-seconds", default=300.0, show_default=True, help="… or at this age: the most a kill can lose.")
-@click.option(
-    "--calibration-tokens",
-    default=65_536,
-    show_default=True,
-    help="Tokens that channel scale and projection are measured on.",
-)
+@segment_options
+@calibration_tokens_option
 @click.option(
     "--calibration-from",
     type=StorePath(url=False),

@@ -121,6 +121,24 @@ def sampling_options(command: Command) -> Command:
     )(command)
 
 
+def segment_options(command: Command) -> Command:
+    """When an open segment of a store is committed."""
+    return options(
+        click.option(
+            "--segment-bytes", default=2_000_000_000, show_default=True, help="A segment is committed at this size …"
+        ),
+        click.option(
+            "--segment-seconds", default=300.0, show_default=True, help="… or at this age: the most a kill can lose."
+        ),
+    )(command)
+
+
+calibration_tokens_option = click.option(
+    "--calibration-tokens",
+    default=65_536,
+    show_default=True,
+    help="Tokens that channel scale and projection are measured on.",
+)
 gpus_option = click.option(
     "--gpus",
     metavar="LIST",
