@@ -26,7 +26,9 @@ from dflash_train.stage1_target.target import Target
 logger = logging.getLogger(__name__)
 
 WARM_UP_ROWS = 6
+"""Rows of the batch that is traced: any number but 1, which torch takes for a constant."""
 SMALLEST = 9
+"""Fewest tokens of its rows; a target that has no memory for these runs uncompiled."""
 
 
 def compile_layers(target: Target, batch_tokens: int, max_tokens: int, backend: str = "inductor") -> int:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 CHECK_TOKENS = 512
 """From the start of a sample: what comes later cannot change their states."""
 LARGEST_DIFFERENCE = 0.2
+"""Of the best match: states that are further from every layer are not of this target."""
 
 
 def layer_differences(target: Target, sample: ForeignSample) -> Tensor:

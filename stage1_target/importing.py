@@ -61,6 +61,7 @@ logger = logging.getLogger(__name__)
 
 READ_AHEAD = 2
 ENCODE_TOKENS = 4096
+"""Of a sample, encoded at a time: device memory does not grow with its length."""
 Report = Callable[[tuple[int, int] | str], None]
 """Gets (files done, files in all), or a note."""
 

@@ -39,6 +39,7 @@ FACTOR = 4.0
 NUM_COPIES = 2
 """Rows of the second unpadded run: copies of one sample, no more tokens than the batch has."""
 FEW_TOKENS = 16
+"""The median over fewer says little."""
 CUT = 2 / 3
 """How much is left of a sample that is cut so that padding follows it."""
 NINE_TENTHS = 0.9

@@ -36,6 +36,7 @@ TIMEOUT_SECONDS = 20
 S3 = ("s3", "s3a")
 PARALLEL_CALLS = 16
 PIECE_BYTES = 32 << 20
+"""Of an object that is downloaded whole, fetched by one call."""
 _DEFINITE = (
     *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
     *(NotImplementedError, ValueError, TypeError, ImportError, StoreError),
