@@ -7,17 +7,22 @@ over all of them: the samples of the first, then of the next, each id once; ever
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash_train.store.calibration import Calibration
 from dflash_train.store.files import StoreError
 from dflash_train.store.index import SegmentEntry
 from dflash_train.store.location import StoreLocation
 from dflash_train.store.opened import list_segments
 from dflash_train.store.reader import Sample, StoreReader
+
+if TYPE_CHECKING:
+    import torch
 
 
 def open_stores(
@@ -77,8 +82,8 @@ class JoinedReader(StoreReader):
         self.samples, self._origins, self._places = joined[kept], origins[kept], places[kept]
         self.num_duplicates = sum(part.num_duplicates for part in self._parts) + len(joined) - len(kept)
 
-    @property
-    def calibration(self) -> Any:
+    @cached_property
+    def calibration(self) -> Calibration:
         return self._parts[0].calibration
 
     @property
@@ -111,10 +116,10 @@ class JoinedReader(StoreReader):
     def read(self, index: int) -> Sample:
         return self._parts[int(self._origins[index])].read(int(self._places[index]))
 
-    def frozen_embed_tokens(self) -> Any:
+    def frozen_embed_tokens(self) -> torch.Tensor:
         return self._parts[0].frozen_embed_tokens()
 
-    def frozen_lm_head(self) -> Any:
+    def frozen_lm_head(self) -> torch.Tensor:
         return self._parts[0].frozen_lm_head()
 
     def target_config(self) -> dict[str, Any]:
