@@ -166,9 +166,8 @@ class Benchmark:
         return self.start(name, *words, *more)
 
     def _allow_busy(self, gpus: str) -> list[str]:
-        return (
-            [] if gpus.startswith("cpu") else ["--allow-busy-gpus"]
-        )  # what the last phase held may take a moment to go
+        # what the last phase held may take a moment to go
+        return [] if gpus.startswith("cpu") else ["--allow-busy-gpus"]
 
     def wait(self, what: str, done: Callable[[], bool], seconds: float = 240) -> None:
         deadline = time.monotonic() + seconds
@@ -224,9 +223,9 @@ class Benchmark:
         values = [json.loads(line) for line in lines if line.endswith("}")]
         return [line for line in values if line["kind"] == "train"]
 
-    def train_rate(self, command: Command, first_step: int = 0) -> dict[str, Any]:
+    def train_rate(self, command: Command) -> dict[str, Any]:
         """Rows/s and shares of waiting over the steps after the first few."""
-        steps = [line for line in self.steps(command) if line["step"] > first_step][SKIPPED_STEPS:]
+        steps = self.steps(command)[SKIPPED_STEPS:]
         if len(steps) < 3:
             return {"rows_per_second": None, "wait_share": None, "steps": len(steps)}
         seconds = [line["tokens"] / line["tokens_per_second"] for line in steps if line["tokens"]]
