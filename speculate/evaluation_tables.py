@@ -106,7 +106,7 @@ def _positions(result: dict[str, Any]) -> Table:
     from rich.table import Table
 
     positions = Table(title="Acceptance by block position", title_justify="left")
-    for title in ("position", "drafted", "accepted", "if reached", "of all rounds", "rounds of this length"):
+    for title in ("position", "drafted", "accepted", "if reached", "of drafted", "rounds of this length"):
         positions.add_column(title, justify="right")
     positions.add_row("anchor", "", "", "", "", f"{result['histogram'][0]:,}")
     for entry, count in zip(result["positions"], result["histogram"][1:], strict=True):
