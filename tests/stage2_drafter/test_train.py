@@ -390,7 +390,7 @@ def test_store_that_grew_changes_nothing(make_store: MakeStore, make_train_confi
     lines: list[str] = []
     result = train(make_train_config(config.store, steps=3), report=lines.append)
     assert result.step == 3
-    assert any(line.startswith("1 segments came into the store after this run began") for line in lines)
+    assert any(line.startswith("1 segment came into the store after this run began") for line in lines)
 
 
 def test_lost_ledger_is_taken_from_the_checkpoint_and_a_changed_one_refused(
