@@ -34,9 +34,11 @@ def run(command: list[str], columns: int, rows: int, at: float | None) -> Any:
         os.execvp(command[0], command)
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     began = time.monotonic()
-    while at is None or time.monotonic() - began < at:
-        ready, _, _ = select.select([terminal], [], [], 0.2)
-        if not ready:
+    while True:
+        ready, _, _ = select.select([terminal], [], [], 0.05)
+        if not ready:  # between two frames, not within one
+            if at is not None and time.monotonic() - began > at:
+                break
             continue
         try:
             stream.feed(os.read(terminal, 65536))

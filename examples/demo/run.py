@@ -84,13 +84,16 @@ def main() -> None:
         *["--sample-cache", OUT / "samples"],
     )
     dflash("inspect-store", STORE, "--output", OUT / "store.json")
+    store = json.loads((OUT / "store.json").read_text())
+    wanted = len((HERE / "conversations.jsonl").read_text().splitlines())
+    if store["samples"] < wanted:
+        sys.exit(f"The store holds {store['samples']} of {wanted} samples: extract was stopped. Run `make demo` again.")
     train = ["train-drafter", "--store", STORE, "--gpus", "cpu", *TRAIN]
     dflash(*train, "--run", OUT / "untrained", "--steps", "0")
     seconds["train"] = dflash(*train, "--run", OUT / "run", "--steps", str(STEPS))
     untrained, _ = evaluate(OUT / "untrained", OUT / "untrained.json", "--no-plain")
     trained, seconds["evaluate"] = evaluate(OUT / "run", OUT / "evaluation.json")
 
-    store = json.loads((OUT / "store.json").read_text())
     steps = [json.loads(line) for line in (OUT / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in steps if line["kind"] == "train"]
     rows = {
