@@ -52,7 +52,7 @@ def random_taps(shape: tuple[int, ...], num_layers: int, dtype: torch.dtype, see
         states = torch.randn(shape, generator=generator) * channels
         states[0, 1] *= 100
         states[-1, 0] = 0
-        taps.append(states.to(dtype))
+        taps.append(states.clamp(-60_000, 60_000).to(dtype))  # float16 ends at 65,504
     return taps
 
 
