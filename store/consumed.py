@@ -11,7 +11,6 @@ as done. A record takes 20 bytes a sample.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_train.store.checksums import extend_crc
-from dflash_train.store.files import Files, StoreError, write_error
+from dflash_train.store.files import Files, StoreError, take_lock, write_error
 from dflash_train.store.location import StoreLocation, StoreUrl
 from dflash_train.store.manifest import canonical_json, format_id
 from dflash_train.store.opened import list_segments
@@ -61,16 +60,8 @@ def consumer_lock(store: Path) -> Iterator[None]:
     except OSError as error:
         raise write_error(folder / "lock", 0, error) from error
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
-            raise StoreError(
-                f"{store} is consumed by process {holder} already. Stop it, or train without --consume."
-            ) from error
-        os.ftruncate(descriptor, 0)
-        with contextlib.suppress(OSError):  # a full disk: the lock holds without a name in it
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        if (holder := take_lock(descriptor)) is not None:
+            raise StoreError(f"{store} is consumed by process {holder} already. Stop it, or train without --consume.")
         finish_removals(store)
         yield
     finally:

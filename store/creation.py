@@ -7,7 +7,6 @@ stale lock survives a kill. It lies beside the store because it is needed before
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -24,7 +23,7 @@ from dflash_train.store.arrays import array_contents, group_text
 from dflash_train.store.calibration import CALIBRATION, Calibration
 from dflash_train.store.checksums import CHECKSUMS_NAME, format_checksums, sum_contents
 from dflash_train.store.encoding import Encoding, make_encoding
-from dflash_train.store.files import Data, Files, list_temporaries, write_directory, write_error
+from dflash_train.store.files import Data, Files, list_temporaries, take_lock, write_directory, write_error
 from dflash_train.store.location import StoreLocation, StoreUrl
 from dflash_train.store.manifest import Manifest, StoreError, canonical_json
 from dflash_train.store.segment import REFERENCE, SEGMENTS, STAGING
@@ -154,18 +153,12 @@ def store_lock(path: StoreLocation) -> Iterator[None]:
     lock = path.with_name(path.name + ".lock")
     descriptor = _open_lock(given, lock)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+        if (holder := take_lock(descriptor)) is not None:
             raise StoreError(
                 f"{path} is in use by process {holder}. Wait until it has ended, or stop it, then run this again."
-            ) from error
-        os.ftruncate(descriptor, 0)
+            )
         if not _is_same_file(descriptor, lock):
             raise StoreError(f"{path} was let go by another process in this very moment. Run this again.")
-        with contextlib.suppress(OSError):  # a full disk: the lock holds without a name in it
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         try:
             yield
         finally:

@@ -8,11 +8,13 @@ nothing is there, after it and an fsync of the parent everything is. The price i
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Self
@@ -158,6 +160,21 @@ def write_error(path: Path, num_bytes: int, error: OSError) -> StoreError:
         f"Writing {path} failed at {num_bytes:,} bytes ({format_bytes(num_bytes)}): {reason}, with {free} free there. "
         f"Make room or choose another place, then run the same command again."
     )
+
+
+def take_lock(descriptor: int) -> str | None:
+    """Lock an open file for this process, whose id is then in it; the kernel drops the lock with the process.
+
+    Returns None, or the id that is in the file («unknown» where there is none) if another process has it.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+    os.ftruncate(descriptor, 0)
+    with suppress(OSError):  # a full disk: the lock holds without a name in it
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    return None
 
 
 def write_directory(
