@@ -1,7 +1,8 @@
 """The drafter compiled once, with proof that it stays so: flex_attention on CUDA, a dense mask through SDPA on the CPU.
 
 On CUDA three functions are compiled with `torch.compile(fullgraph=True, dynamic=False)`: the projection of the context, a
-layer, which is an argument, so that all layers share its code, and the last norm. The block mask is counted from its
+layer, which is an argument, so that all layers share its code, and the last layer with the last norm, which leave out
+slot 0 as soon as no other slot looks at it: the anchor's token is known and nothing is predicted there. The block mask is counted from its
 intervals by kernels of our own (`mask_kernel`), which need no compiler. Every shape is fixed when the object is made.
 `warm_up` runs one whole training step and one evaluation step of the caller, compares the number of compiled graphs with
 the number that follows from the layers, and then sets torch's stance `fail_on_recompile`, which is process-wide: from
@@ -21,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,23 +61,45 @@ def _run_layer(
     context: Tensor,
     cos: Tensor,
     sin: Tensor,
-    block_mask: BlockMask,
+    mask: BlockMask | Attend,
     product: Product,
 ) -> Tensor:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flex_attention_door(q, k, v, block_mask)
-
-    out: Tensor = layer(noise, context, cos, sin, attend, product)
+    out: Tensor = layer(noise, context, cos, sin, _attend_under(mask), product)
     return out
+
+
+def _run_last_layer(
+    layer: DrafterLayer,
+    norm: nn.Module,
+    block_size: int,
+    noise: Tensor,
+    context: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    mask: BlockMask | Attend,
+    product: Product,
+) -> Tensor:
+    """The last layer and the last norm: [1,Q,H], zero in slot 0, which is left out once the other slots have seen it."""
+    attended = layer.attended(noise, context, cos, sin, _attend_under(mask), product)
+    (_, heads, _, head_dim), hidden_size = attended.shape, noise.shape[-1]
+    attended = attended.reshape(1, heads, -1, block_size, head_dim)[:, :, :, 1:].flatten(2, 3)
+    noise = noise.reshape(1, -1, block_size, hidden_size)[:, :, 1:].flatten(1, 2)
+    states = norm(layer.finish(noise, attended, product)).view(1, -1, block_size - 1, hidden_size)
+    return F.pad(states, (0, 0, 1, 0)).flatten(1, 2)
+
+
+def _attend_under(mask: BlockMask | Attend) -> Attend:
+    if not isinstance(mask, BlockMask):
+        return mask
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention_door(q, k, v, mask)
+
+    return attend
 
 
 def _run_context(fc: nn.Linear, norm: nn.Module, features: Tensor) -> Tensor:
     out: Tensor = norm(fc(features))
-    return out
-
-
-def _run_norm(norm: nn.Module, states: Tensor) -> Tensor:
-    out: Tensor = norm(states)
     return out
 
 
@@ -121,7 +145,7 @@ class CompiledDrafter(nn.Module):
         self._graphs_before = self._graphs_after = 0
         self._compiled_layer: Callable[..., Tensor] = _run_layer
         self._compiled_context: Callable[..., Tensor] = _run_context
-        self._compiled_norm: Callable[..., Tensor] = _run_norm
+        self._compiled_last_layer: Callable[..., Tensor] = _run_last_layer
         self._product: Product = F.linear
         if precision == "fp8":
             check_fp8(self.device, (p for p in drafter.layers.parameters() if p.ndim == 2))
@@ -176,7 +200,7 @@ class CompiledDrafter(nn.Module):
             options["recompile_limit"] = max(2, 2 * len(set(self.layer_kinds)))
         self._compiled_layer = torch.compile(_run_layer, **options)
         self._compiled_context = torch.compile(_run_context, **options)
-        self._compiled_norm = torch.compile(_run_norm, **options)
+        self._compiled_last_layer = torch.compile(_run_last_layer, **options)
 
     def forward(
         self,
@@ -187,7 +211,7 @@ class CompiledDrafter(nn.Module):
         start: Tensor,
         anchor: Tensor,
     ) -> Tensor:
-        """Final states of all blocks of one row, [Q,H] in compute_dtype.
+        """Final states of all blocks of one row, [Q,H] in compute_dtype; those of slot 0 are zero.
 
         features [S,F]; context_positions int [S] in their documents; noise [Q,H], frozen embeddings of the blocks'
         tokens, already scaled; noise_positions int [A,K]; start, anchor int32 [A], sorted, dummies last.
@@ -203,14 +227,16 @@ class CompiledDrafter(nn.Module):
             cos, sin = self.drafter.rotary(positions[None])
             # The first layer's input requires a gradient as every other layer's does: one graph serves them all.
             states = noise.detach().to(self.compute_dtype)[None].requires_grad_(with_gradient)
-            for layer, kind in zip(self.drafter.layers, self.layer_kinds, strict=True):
-                if self.uses_flex:
-                    states = self._compiled_layer(layer, states, context, cos, sin, masks[kind], self._product)
-                elif self.activation_checkpointing and with_gradient:
-                    states = checkpoint(layer, states, context, cos, sin, masks[kind], use_reentrant=False)
-                else:
-                    states = layer(states, context, cos, sin, masks[kind])
-            return self._compiled_norm(self.drafter.norm, states)[0]
+            run, run_last = self._compiled_layer, self._compiled_last_layer
+            if self.activation_checkpointing and with_gradient and not self.uses_flex:
+                run, run_last = (partial(checkpoint, function, use_reentrant=False) for function in (run, run_last))
+            *layers, last = self.drafter.layers
+            *kinds, last_kind = self.layer_kinds
+            for layer, kind in zip(layers, kinds, strict=True):
+                states = run(layer, states, context, cos, sin, masks[kind], self._product)
+            norm = self.drafter.norm
+            out = run_last(last, norm, self.block_size, states, context, cos, sin, masks[last_kind], self._product)
+            return out[0]
 
     def _check_call(self, features: Tensor, noise: Tensor, start: Tensor, anchor: Tensor) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -248,10 +274,10 @@ class CompiledDrafter(nn.Module):
         return _dense_attend(dense_block_mask(start, anchor, *shape))
 
     def expected_graphs(self, *, evaluation: bool) -> int:
-        """Graphs that warm-up must make: one a kind of layer, two for what stands around them, all twice with evaluation."""
+        """Graphs that warm-up must make: context, last layer, one a kind of the other layers, all twice with evaluation."""
         if not self.uses_flex:
             return 0
-        return (len(set(self.layer_kinds)) + 2) * (2 if evaluation else 1)
+        return (len(set(self.layer_kinds[:-1])) + 2) * (2 if evaluation else 1)
 
     def warm_up(self, step: Callable[[], object], evaluate: Callable[[], object] | None = None) -> None:
         """Compile everything by one whole training step (forward and backward) and one evaluation step; then forbid it.

@@ -122,11 +122,23 @@ class DrafterLayer(nn.Module):
         product: Product = F.linear,
     ) -> Tensor:
         """noise [B,Q,H], context [B,S,H], cos and sin [B,S+Q,d/2] -> noise [B,Q,H]."""
+        return self.finish(noise, self.attended(noise, context, cos, sin, attend, product), product)
+
+    def attended(
+        self,
+        noise: Tensor,
+        context: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        product: Product = F.linear,
+    ) -> Tensor:
+        """The part of `forward` before the output projection -> [B,Hq,Q,d]."""
         z = self.input_layernorm(noise)
         num_queries = noise.shape[1]
         q = self.self_attn.queries(z, cos[:, -num_queries:], sin[:, -num_queries:], product)
         k, v = self.self_attn.keys_values(torch.cat((context.to(z.dtype), z), dim=1), cos, sin, product)
-        return self.finish(noise, attend(q, k, v), product)
+        return attend(q, k, v)
 
     def finish(self, noise: Tensor, attended: Tensor, product: Product = F.linear) -> Tensor:
         """Output projection, residuals and MLP: noise [B,Q,H], attended [B,Hq,Q,d] -> [B,Q,H]."""

@@ -97,6 +97,19 @@ def test_cpu_path_is_dense_and_says_so(make_compiled: Any, rows: Any) -> None:
     assert hidden.shape == (A * 4, 32) and hidden.dtype == torch.float32 and hidden.requires_grad
 
 
+@pytest.mark.parametrize("changes", [{}, {"num_hidden_layers": 1}, SLIDING | {"is_causal": True}])
+def test_all_slots_but_the_first_are_those_of_the_whole_drafter(make_compiled: Any, rows: Any, changes: Any) -> None:
+    compiled = make_compiled(**changes)
+    features, positions, noise, noise_positions, start, anchor = rows[1].inputs()
+    drafter = compiled.drafter
+    attends = [compiled._mask(kind, start, anchor) for kind in compiled.layer_kinds]
+    places = (positions[None], noise_positions.reshape(1, -1))
+    whole = drafter(drafter.project_context(features[None]), noise[None], *places, attends).view(A, 4, 32)
+    hidden = compiled(features, positions, noise, noise_positions, start, anchor).view(A, 4, 32)
+    torch.testing.assert_close(hidden[:, 1:], whole[:, 1:], atol=1e-6, rtol=1e-5)
+    assert not hidden[:, 0].any() and whole[:, 0].any()
+
+
 def test_cpu_path_refuses_sizes_that_need_gigabytes(make_compiled: Any) -> None:
     with pytest.raises(InputError, match=r"1024 anchors of 4 tokens in rows of 32768 need a dense .* of 0.6 GiB"):
         make_compiled(row_tokens=32768, num_anchors=1024)
@@ -286,7 +299,7 @@ def test_a_graph_too_many_is_named(make_compiled: Any, rows: Any, flex_on_cpu: A
         extra(torch.ones(3))
         compiled(*rows[0].inputs()).sum().backward()
 
-    with pytest.raises(RuntimeError, match=r"compiled 4 graphs where 3 were expected: .*_run_layer"):
+    with pytest.raises(RuntimeError, match=r"compiled 3 graphs where 2 were expected: .*_run_last_layer"):
         compiled.warm_up(step)
 
 

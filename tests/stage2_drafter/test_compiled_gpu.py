@@ -112,7 +112,7 @@ def test_fp32_drafter_equals_the_cpu_with_one_graph_a_kind_of_layer(make_config:
     compiled, dense = make_drafter(config, "cuda", torch.float32), make_drafter(config, "cpu")
     upstream = torch.randn(A * 16, 128, generator=torch.Generator().manual_seed(0))
     compiled.warm_up(lambda: compiled(*rows[0].inputs("cuda")).backward(upstream.cuda()))
-    assert compiled.summary().startswith("compiled 4 graphs in "), "full and sliding, context and last norm"
+    assert compiled.summary().startswith("compiled 4 graphs in "), "full and sliding, context and last layer"
     for row in rows:
         hidden, gradients = gradients_of(compiled, row, upstream)
         expected, expected_gradients = gradients_of(dense, row, upstream)
@@ -130,7 +130,8 @@ def test_bf16_drafter_compiles_its_graphs_and_never_again(make_config: Any, make
     compiled, exact = make_drafter(config, "cuda"), make_drafter(config, "cpu")
     twin = make_drafter(config, "cuda")
     twin.uses_flex = False  # dense attention under the same autocast, nothing compiled
-    twin._compiled_context, twin._compiled_norm = exact._compiled_context, exact._compiled_norm
+    for name in ("_compiled_context", "_compiled_layer", "_compiled_last_layer"):
+        setattr(twin, name, getattr(exact, name))
     assert compiled.compute_dtype == torch.bfloat16
     with pytest.raises(RuntimeError, match="call warm_up before"):
         compiled(*rows[0].inputs("cuda"))
@@ -140,7 +141,7 @@ def test_bf16_drafter_compiles_its_graphs_and_never_again(make_config: Any, make
         lambda: compiled(*rows[1].inputs("cuda")),
     )
     graphs = compiled_graphs()
-    assert compiled.summary().startswith("compiled 6 graphs in "), "layer, context and last norm, twice with evaluation"
+    assert compiled.summary().startswith("compiled 6 graphs in "), "layer, last layer and context, twice with evaluation"
     assert all(torch.equal(before[name], p) for name, p in compiled.drafter.named_parameters())
 
     for row in rows:
@@ -188,7 +189,7 @@ def test_checkpointed_layers_keep_less_and_give_the_same_gradients(make_config: 
             Drafter(config, seed=4), device="cuda", row_tokens=S, num_anchors=A, activation_checkpointing=given
         )
         compiled.warm_up(partial(step, compiled))
-        assert compiled.summary().startswith("compiled 3 graphs in "), "layer, context and last norm"
+        assert compiled.summary().startswith("compiled 3 graphs in "), "layer, last layer and context"
         before = torch.cuda.memory_allocated()
         hidden = compiled(*inputs)
         kept = torch.cuda.memory_allocated() - before
