@@ -141,7 +141,9 @@ def test_bf16_drafter_compiles_its_graphs_and_never_again(make_config: Any, make
         lambda: compiled(*rows[1].inputs("cuda")),
     )
     graphs = compiled_graphs()
-    assert compiled.summary().startswith("compiled 6 graphs in "), "layer, last layer and context, twice with evaluation"
+    assert compiled.summary().startswith("compiled 6 graphs in "), (
+        "layer, last layer and context, twice with evaluation"
+    )
     assert all(torch.equal(before[name], p) for name, p in compiled.drafter.named_parameters())
 
     for row in rows:
