@@ -102,6 +102,19 @@ class Forecast:
         )
 
 
+def sample_bytes(encoding: Encoding, num_samples: int, num_tokens: int) -> int:
+    """About what samples take: their tokens, empty rows before some of them, and the reference samples."""
+    padding_rows = num_samples * (encoding.align_tokens - 1) // 2
+    return (num_tokens + padding_rows) * encoding.bytes_per_token + expected_bytes(num_tokens, encoding)
+
+
+def frozen_bytes(encoding: Encoding, text_config: Any, table_bytes: int) -> int:
+    """What embedding, head and calibration of a store take."""
+    tables = 1 if getattr(text_config, "tie_word_embeddings", False) else 2
+    calibration = 4 * sum(math.prod(shape) for shape in calibration_shapes(encoding).values())
+    return tables * int(text_config.vocab_size) * int(text_config.hidden_size) * table_bytes + calibration
+
+
 def make_forecast(
     table: SampleTable,
     pending: NDArray[np.int64],
@@ -119,12 +132,7 @@ def make_forecast(
     """
     hidden_size = int(text_config.hidden_size)
     num_pending_tokens = int(table.lengths[pending].sum())
-    padding_rows = len(pending) * (encoding.align_tokens - 1) // 2
-    frozen = 0
-    if not store_exists:
-        tables = 1 if getattr(text_config, "tie_word_embeddings", False) else 2
-        frozen = tables * int(text_config.vocab_size) * hidden_size * table_bytes
-        frozen += 4 * sum(math.prod(shape) for shape in calibration_shapes(encoding).values())
+    frozen = 0 if store_exists else frozen_bytes(encoding, text_config, table_bytes)
     rank = encoding.rank or resolve_rank(AUTO_RANK, hidden_size)
     place = None if isinstance(store, StoreUrl) else store.absolute()
     while place is not None and not place.exists():
@@ -152,9 +160,7 @@ def make_forecast(
             ).bytes_per_token
             for name in ENCODINGS
         },
-        needed_bytes=(num_pending_tokens + padding_rows) * encoding.bytes_per_token
-        + expected_bytes(num_pending_tokens, encoding)
-        + frozen,
+        needed_bytes=sample_bytes(encoding, len(pending), num_pending_tokens) + frozen,
         frozen_bytes=frozen,
         free_bytes=None if place is None else shutil.disk_usage(place).free,
         store=store,
