@@ -7,9 +7,11 @@ with the small sizes of `SMALL`, unless `<!-- needs: … -->` stands before thei
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,8 @@ from click.testing import CliRunner
 from dflash_train.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*/README.md"))
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *EXAMPLES]
 FENCE = re.compile(r"```(\w*)")
 NEEDS = re.compile(r"<!-- needs: (.+) -->")
 OF_Z_LAB = ("generate", "benchmark")  # the commands of PyPI's dflash
@@ -33,6 +36,14 @@ SMALL = {
     "extract": "--gpus cpu --sample-cache cache",
     "train-drafter": "--gpus cpu --num-layers 1 --row-tokens 128 --anchors 16 --rows-per-step 1 --steps 1 --holdout 0.2",
     "evaluate": "--gpus cpu --max-prompts 1 --max-new-tokens 6",
+}
+
+# … and to the commands of examples/smollm2-gpu, over its recipe.
+SMALL_EXAMPLE = {
+    "regenerate": "--target my-target --gpus cpu --max-new-tokens 6 --keep-unfinished --batch-size 8",
+    "extract": "--target my-target --gpus cpu --target-layers 1,3,5,7,9 --sample-cache cache",
+    "train-drafter": "--gpus cpu --num-layers 1 --mask-token 3 --row-tokens 128 --anchors 16 --steps 2 --holdout 0.2",
+    "evaluate": "--target my-target --gpus cpu --max-new-tokens 6",
 }
 
 
@@ -175,6 +186,57 @@ def test_the_quick_start_runs(
         ran.append(command.words[0])
     assert set(ran) >= {"regenerate", "extract", "inspect-store", "train-drafter", "evaluate"}
     assert (tmp_path / "runs" / "first" / "evaluation.json").is_file()
+
+
+def test_the_smollm2_example_runs_from_its_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_start_target: Path
+) -> None:
+    """The four commands of its README in their order; no measured prompt was trained on."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my-target").symlink_to(quick_start_target)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"question {n}"}) + "\n" for n in range(20)))
+    ran = []
+    for command in commands_of(ROOT / "examples" / "smollm2-gpu" / "README.md"):
+        if command.in_text:
+            continue
+        result = CliRunner().invoke(main, [*command.words, *shlex.split(SMALL_EXAMPLE[command.words[0]])])
+        assert result.exit_code == 0, f"{command}: {result.output}"
+        ran.append(command.words[0])
+    assert ran == list(SMALL_EXAMPLE)
+    run = tmp_path / "runs" / "smollm2"
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    assert evaluation["trained_prompts"]["left_out"] and evaluation["trained_prompts"]["found"] > 0
+    assert evaluation["trained_prompts"]["found"] + evaluation["num_prompts"] == 20
+    recipe = tomllib.loads((run / "recipe.toml").read_text())["train-drafter"]
+    assert (recipe["lr"], recipe["block-size"], recipe["steps"]) == (2e-3, 16, 2), "the recipe, and flags over it"
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "examples").glob("*/*.toml")), ids=lambda path: path.name)
+def test_recipes_of_the_examples_give_all_that_their_commands_need(recipe: Path) -> None:
+    for name in tomllib.loads(recipe.read_text(encoding="utf-8")):
+        command = main.get_command(click.Context(main), name)
+        assert command is not None
+        command.make_context(name, ["--recipe", str(recipe)], parent=click.Context(main))
+
+
+def test_forecasts_of_the_paper_recipe_are_what_its_script_prints() -> None:
+    path = ROOT / "examples" / "qwen3" / "forecast.py"
+    spec = importlib.util.spec_from_file_location("forecast", path)
+    assert spec is not None and spec.loader is not None
+    forecast = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(forecast)
+    text = path.with_name("README.md").read_text(encoding="utf-8")
+    for table in forecast.tables():
+        assert "\n".join(table) in text, "python examples/qwen3/forecast.py prints another table"
+    fill = forecast.fill_of_rows()
+    steps = forecast.num_rows(800_000, fill) / forecast.ROWS_PER_STEP
+    assert f"{fill:.1%}".replace("%", " %") in text and f"{steps:,.0f} steps" in text
+    performance = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    for rate in forecast.EXTRACT_TOKENS_PER_SECOND.values():
+        assert f"{rate:,}" in performance
+    for milliseconds in (*forecast.STEP_MS.values(), *forecast.BARE_STEP_MS.values()):
+        assert str(milliseconds) in performance
 
 
 @pytest.fixture(scope="module")
