@@ -119,11 +119,8 @@ def _qwen3_config(shape: StepShape, attention: str) -> Any:
     return config
 
 
-def specforge_step(shape: StepShape, inputs: StepInputs, compiled: bool = False) -> tuple[nn.Module, Step]:
-    """SpecForge's OnlineDFlashModel with flex_attention; it does not pack, so a document is a row of its batch.
-
-    compiled wraps its drafter in torch.compile, which SpecForge itself does not do.
-    """
+def import_specforge() -> tuple[Any, Any]:
+    """SpecForge's class DFlashDraftModel, and the module with OnlineDFlashModel; ImportError where it is not installed."""
     spec = find_spec("specforge")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError("specforge is not installed; pip install --no-deps specforge==0.2.0")
@@ -132,14 +129,22 @@ def specforge_step(shape: StepShape, inputs: StepInputs, compiled: bool = False)
         if f"specforge{name}" not in sys.modules:
             _bare_package(f"specforge{name}", root.joinpath(*name.split(".")[1:]))
     draft_class = importlib.import_module("specforge.modeling.draft.dflash").DFlashDraftModel
-    family = importlib.import_module("specforge.algorithms.common.dflash_family_model")
+    return draft_class, importlib.import_module("specforge.algorithms.common.dflash_family_model")
+
+
+def specforge_step(shape: StepShape, inputs: StepInputs, compiled: bool = False) -> tuple[nn.Module, Step]:
+    """SpecForge's OnlineDFlashModel with flex_attention; it does not pack, so a document is a row of its batch.
+
+    compiled wraps its drafter in torch.compile, which SpecForge itself does not do.
+    """
+    draft_class, family = import_specforge()
     config = _qwen3_config(shape, "flex_attention")
     config.block_size = shape.block_size
     config.num_target_layers = 36
     config.dflash_config = {"target_layer_ids": list(range(shape.num_taps)), "mask_token_id": shape.mask_token_id}
     with inputs.features.device:
         draft = draft_class(config).to(torch.bfloat16)
-    head, embed = _frozen(shape, inputs)
+    head, embed = frozen_modules(inputs.embed_tokens, inputs.lm_head)
     model = family.OnlineDFlashModel(
         torch.compile(draft) if compiled else draft,
         head,
@@ -179,7 +184,7 @@ def speculators_step(shape: StepShape, inputs: StepInputs) -> tuple[nn.Module, S
     )
     with inputs.features.device:
         draft = draft_class(config).to(torch.bfloat16)
-    head, embed = _frozen(shape, inputs)
+    head, embed = frozen_modules(inputs.embed_tokens, inputs.lm_head)
     draft.lm_head, draft.verifier_lm_head, draft.embed_tokens = head, head, embed
     features, token_ids = inputs.features[None], inputs.token_ids[None]
     last_states = inputs.features[None, :, : shape.hidden_size].contiguous()
@@ -205,11 +210,12 @@ def speculators_step(shape: StepShape, inputs: StepInputs) -> tuple[nn.Module, S
     return draft, step
 
 
-def _frozen(shape: StepShape, inputs: StepInputs) -> tuple[nn.Linear, nn.Embedding]:
-    """Head and embedding modules over the shared tables, without gradients."""
+def frozen_modules(embed_tokens: Tensor, lm_head: Tensor) -> tuple[nn.Linear, nn.Embedding]:
+    """Head and embedding modules over the target's tables [V,H], without gradients."""
+    vocab_size, hidden_size = lm_head.shape
     with torch.device("meta"):
-        head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
-        embed = nn.Embedding(shape.vocab_size, shape.hidden_size)
-    head.weight = nn.Parameter(inputs.lm_head, requires_grad=False)
-    embed.weight = nn.Parameter(inputs.embed_tokens, requires_grad=False)
+        head = nn.Linear(hidden_size, vocab_size, bias=False)
+        embed = nn.Embedding(vocab_size, hidden_size)
+    head.weight = nn.Parameter(lm_head, requires_grad=False)
+    embed.weight = nn.Parameter(embed_tokens, requires_grad=False)
     return head, embed
