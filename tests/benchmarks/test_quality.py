@@ -1,0 +1,184 @@
+"""The quality benchmark: which runs a plan means, what a cut leaves to do, and when a difference counts as a pass."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_train.benchmarks import quality, quality_data, quality_table
+from dflash_train.benchmarks.random_target import make_target
+from dflash_train.store.reader import StoreReader
+
+SETTINGS = {"lr": 0.002}
+
+
+def line(variant: str, seed: int, length: float, **more: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "variant": variant,
+        "seed": seed,
+        "steps": 10,
+        "settings": SETTINGS,
+        "acceptance_length": length,
+        "training_loss": 3.0,
+        "held_out": {"accuracy": [0.5, 0.25], "acceptance_length": length},
+        "bytes": {"features": 5760 if variant.startswith("bf16") else 580},
+        "rows": {"hash": f"rows-{seed}", "as_planned": True, "samples": 7, "supervised_tokens": 1234},
+        "device": "cpu",
+        "versions": {"torch": "2"},
+        "date": "2026-11-30T00:00:00",
+    }
+    return values | more
+
+
+def test_plans_share_runs_and_take_whole_seeds_in_turn() -> None:
+    runs = quality.expand(("encodings", "recipe", "precision"), (0, 1))
+    assert len(runs) == len({(variant.name, seed) for variant, seed in runs})
+    seeds = [seed for _, seed in runs]
+    assert seeds == sorted(seeds) and seeds.count(0) == seeds.count(1) == 7 + 8 + 1
+    assert [variant.name for variant, _ in runs][:2] == ["bf16", "bf16-as-tapped"]
+    assert [variant.name for variant, _ in quality.expand(("recipe",), (5,), ("dpace",))] == ["dpace"]
+    with pytest.raises(SystemExit, match="bf15: no variants of these plans"):
+        quality.expand(("recipe",), (5,), ("bf15",))
+
+
+def test_every_variant_of_a_table_is_run_by_a_plan() -> None:
+    planned = {variant.name for plan in quality.PLANS.values() for variant in plan}
+    tabled = {name for variants in quality_table.RECIPES.values() for name in variants}
+    assert tabled | set(quality_table.ENCODINGS) | {"fp8"} <= planned <= quality_table.MEANINGS.keys()
+
+
+def test_only_finished_runs_with_the_same_settings_are_skipped(tmp_path: Path) -> None:
+    runs = quality.expand(("precision",), (0, 1))
+    path = tmp_path / "results.jsonl"
+    lines = [line("int8", 0, 2.0), line("fp8", 0, 2.0, steps=20), line("fp8", 1, 2.0, settings={"lr": 0.1})]
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in lines) + '{"variant": "int8", "se')
+    left = quality.missing(runs, quality_table.read_results(path), 10, SETTINGS)
+    assert [(variant.name, seed) for variant, seed in left] == [("fp8", 0), ("int8", 1), ("fp8", 1)]
+
+
+def test_differences_are_paired_by_seed() -> None:
+    lines = [line("bf16", seed, 2.0 + seed) for seed in range(4)]
+    lines += [line("int8", seed, 2.0 + seed + delta) for seed, delta in enumerate((-0.01, 0.0, -0.02))]
+    difference = quality_table.paired_difference(lines, "int8", "bf16")
+    assert difference is not None and difference.num_pairs == 3
+    assert difference.mean == pytest.approx(-0.01)
+    assert difference.error == pytest.approx(0.01 / np.sqrt(3))
+    assert difference.relative == pytest.approx(-0.01 / 3)
+    assert str(difference) == "-0.010 ± 0.006 (-0.3%)"
+    assert quality_table.paired_difference(lines, "fp8", "bf16") is None
+
+
+@pytest.mark.parametrize(
+    ("mean", "error", "relative", "passes"),
+    [
+        (0.1, 0.05, 0.05, True),
+        (-0.05, 0.05, -0.025, True),
+        (-0.06, 0.05, -0.02, False),  # beyond one standard error
+        (-0.08, 0.1, -0.04, False),  # beyond 3 %
+        (0.1, None, 0.05, None),
+    ],
+)
+def test_a_pass_is_within_one_standard_error_and_three_percent(
+    mean: float, error: float | None, relative: float, passes: bool | None
+) -> None:
+    assert quality_table.Difference(3, mean, error, relative).passes is passes
+
+
+def test_tables_have_a_row_a_variant_and_tell_settings_apart() -> None:
+    lines = [line(name, seed, 2.0 + seed) for name in ("bf16-as-tapped", "bf16", "int8") for seed in range(2)]
+    lines += [line("projected-int8-H", seed, 2.1 + seed) for seed in range(2)]
+    lines += [line(name, 0, 2.0) for name in ("fp8", "dpace", "fraction-0.5", "peer-specforge")]
+    lines += [line("int8", 0, 2.0, steps=99)]
+    text = quality_table.format_tables(lines)
+    row = "| projected-int8, r = H | 580 (0.10) | 3.000 | 50.0% | 2.600 | 2.600 ± 0.500 (2) | +0.100 ± 0.000 (+4.0%) | yes |"
+    assert row in text
+    assert "| half of the samples | 7 | 1,234 |" in text
+    for title in ("### FP8", "### Loss", "### Training data", "### Against SpecForge", "99 steps"):
+        assert text.count(title) == 1
+    assert "All of a seed were trained on the same rows" in text
+
+
+def test_unlike_rows_are_named() -> None:
+    lines = [line("bf16", 0, 2.0), line("int8", 0, 2.0, rows={"hash": "other", "as_planned": False})]
+    assert quality_table.row_problems(lines, ("bf16", "int8")) == [
+        "seed 0: bf16, int8 were not trained on the same rows",
+        "seed 0: int8's steps do not have the tokens of the rows planned",
+    ]
+
+
+def test_prompts_are_distinct_short_and_read_up_to_the_cut() -> None:
+    def conversation(identity: str, question: str, speaker: str = "human") -> dict[str, Any]:
+        turns = [{"from": speaker, "value": question}, {"from": "gpt", "value": "an answer of words"}]
+        return {"id": identity, "conversations": turns}
+
+    entries = [
+        conversation("a_0", "What is a tree?"),
+        conversation("b_0", "what is a  TREE"),
+        conversation("c_3", "What is a leaf, then?"),
+        conversation("d_0", "Who?"),
+        conversation("e_0", "What is a root, and why?", speaker="gpt"),
+        conversation("f_0", "Qu'est-ce que c'est là-bas, été?"),
+        conversation("g_0", "What is bark made of?"),
+    ]
+    text = json.dumps(entries)[:-1] + ', {"id": "h_0", "conversat'
+    found = quality_data.choose(
+        quality_data.read_objects(text), lambda words: len(words.split()), lambda answer: answer[:9], 3, 10
+    )
+    questions = {row["messages"][0]["content"] for row in found}
+    assert questions == {"What is a tree?", "What is bark made of?"}
+    assert {row["messages"][1]["content"] for row in found} == {"an answer"}
+
+
+@pytest.mark.slow
+def test_cut_and_run_again_trains_all_variants_on_the_same_rows(tmp_path: Path) -> None:
+    make_target(tmp_path / "target", "tiny", dtype="float32")
+    generator, words = random.Random(0), ["quick", "brown", "fox", "lazy", "dog", "wizards", "pack"]
+    for name, numbers in (("data", range(60)), ("held", range(100, 104))):
+        rows = [
+            {
+                "messages": [
+                    {"role": "user", "content": f"{number} {' '.join(generator.choices(words, k=6))}"},
+                    {"role": "assistant", "content": " ".join(generator.choices(words, k=20))},
+                ]
+            }
+            for number in numbers
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = f"""--target {tmp_path}/target --data {tmp_path}/data.jsonl --held-out {tmp_path}/held.jsonl
+        --folder {tmp_path}/work --results {tmp_path}/results.jsonl --plan encodings --variant bf16-as-tapped
+        --variant projected-int4-H --seeds 0 --steps 5 --parallel 2 --gpus cpu --row-tokens 512 --anchors 16 --num-taps 2
+        --calibration-tokens 2000 --max-prompts 3 --max-new-tokens 12 --decode --keep-runs"""
+    command = [sys.executable, quality.__file__, *options.split(), "--mask-token", "", "--target-layers", ""]
+    command += ["--train-options", "--num-layers 1 --block-size 4", "--seconds"]
+    results = tmp_path / "results.jsonl"
+    cut = subprocess.run([*command, "9"], capture_output=True, text=True, check=True)
+    assert "2 of 2 runs are left, 0 failures" in cut.stdout
+    subprocess.run([*command, "300"], check=True, stdout=subprocess.DEVNULL)
+    lines = quality_table.read_results(results)
+    assert {entry["variant"] for entry in lines} == {"bf16-as-tapped", "projected-int4-H"}
+    assert len({entry["rows"]["hash"] for entry in lines}) == 1
+    for entry in lines:
+        assert entry["rows"]["as_planned"] and entry["trained_prompts"] == {
+            "checked": True,
+            "found": 0,
+            "left_out": True,
+        }
+        assert entry["acceptance_length"] >= 1 and len(entry["held_out"]["accuracy"]) == 3
+    again = subprocess.run([*command, "300"], capture_output=True, text=True, check=True)
+    assert "0 of 2 runs to do" in again.stdout
+    tapped, scaled = (StoreReader(tmp_path / f"work/stores/{name}.zarr") for name in ("bf16-as-tapped", "bf16"))
+    assert torch.equal(tapped.calibration.channel_scale, torch.ones(64))
+    assert scaled.calibration.channel_scale.ne(1).any()
+    np.testing.assert_array_equal(tapped.read(7).features, scaled.read(7).features)
+    other = argparse.Namespace(holdout=0.03, row_tokens=512, rows_per_step=1)
+    record, tokens = quality.planned_rows(tmp_path / "work/stores/bf16.zarr", None, 1, 5, other, 1.0)
+    assert record["hash"] != lines[0]["rows"]["hash"] and len(tokens) == 5
