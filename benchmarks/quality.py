@@ -116,6 +116,7 @@ PLANS: dict[str, tuple[Variant, ...]] = {
         Variant(RAW, RAW),
         Variant(SCALED, SCALED),
         Variant("peer-specforge", SCALED, ("--rule", "specforge", "--features", "raw"), peer=True),
+        Variant("peer-scaled", SCALED, ("--rule", "ours", "--features", "scaled"), peer=True),
         Variant("peer-our-labels", SCALED, ("--rule", "ours", "--features", "raw"), peer=True),
     ),
 }
@@ -337,7 +338,7 @@ class Benchmark:
         self.together([lambda name=name: self._extract(name) for name in needed if name not in first])  # type: ignore[misc]
         for name in names:
             source = STORES[name].copy_of
-            if source is not None and not self._is_made(name):
+            if source is not None and self._is_made(source) and not self._is_made(name):
                 shutil.rmtree(self.path(name), ignore_errors=True)
                 copy_as_tapped(self.path(source), self.path(name))
                 self._note_made(name)
@@ -346,6 +347,8 @@ class Benchmark:
         if self._is_made(name):
             return
         options, store = self.options, STORES[name]
+        if self.path(name).exists():  # of a stopped extract, which would go on in another order of samples
+            shutil.rmtree(self.path(name))
         layers = (
             ["--target-layers", options.target_layers] if options.target_layers else ["--num-taps", options.num_taps]
         )
@@ -421,7 +424,8 @@ class Benchmark:
         shutil.rmtree(run, ignore_errors=True)  # it does not resume
         caches = self.folder / "peer-caches" / run.name
         environment = {"TORCHINDUCTOR_CACHE_DIR": str(caches), "TRITON_CACHE_DIR": str(caches / "triton")}
-        words = [PEER_SCRIPT, "--target", self.options.target, *self._shared_words(variant, seed, run), *variant.words]
+        words = [PEER_SCRIPT, "--target", self.options.target, *self._shared_words(variant, seed, run)]
+        words += [*self.options.train_options, *variant.words]
         words += ["--device", "cpu"] if self.on_cpu else []
         self.check(log, self.call(log, words, environment))
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+OWN_ROWS = ("fraction-0.5", "fraction-0.25", "fraction-0.1", "original-answers")
+"""Variants with data, and so rows, of their own."""
 LARGEST_LOSS = 0.03
 """What a pass may lose of the reference's mean acceptance length; beside it, one standard error."""
 BASE, RAW, SCALED = "int8", "bf16-as-tapped", "bf16"
@@ -144,8 +146,6 @@ def _format_group(lines: Sequence[Line]) -> str:
     parts = [f"{first['steps']:,} steps; {settings}. {'; '.join(places)}."]
     if names & set(ENCODINGS) - {BASE}:
         parts += ["### Encodings", encoding_table(lines)]
-        problems = row_problems(lines, ENCODINGS)
-        parts.append("\n".join(problems) if problems else "All of a seed were trained on the same rows (hash of ids).")
     if "fp8" in names:
         parts += ["### FP8", comparison_table(lines, (BASE, "fp8"), BASE, {BASE: "int8 store, --precision bf16"})]
     for title, variants in RECIPES.items():
@@ -155,6 +155,10 @@ def _format_group(lines: Sequence[Line]) -> str:
     peers = tuple(sorted(name for name in names if name.startswith("peer-")))
     if peers:
         parts += ["### Against SpecForge", peer_table(lines, peers)]
+    alike = sorted(names - set(OWN_ROWS))
+    problems = row_problems(lines, alike)
+    same = "The runs of a seed were trained on the same rows (hash of their sample ids)"
+    parts.append("\n".join(problems) or f"{same}, but for those with other data.")
     return "\n\n".join(parts)
 
 
