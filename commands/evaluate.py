@@ -61,6 +61,15 @@ INTERRUPTED = 130
     help="Decode without the drafter too, and compare.",
 )
 @click.option(
+    "--replay",
+    is_flag=True,
+    help="Temperature 0: the acceptance length alone, exact and in seconds, from the target's own greedy answers of all "
+    "turns.",
+)
+@click.option(
+    "--batch-size", default=64, show_default=True, help="Answers that the target decodes at once, with --replay."
+)
+@click.option(
     "--reference", is_flag=True, help="Decode with z-lab's package (PyPI dflash) too, and compare the tokens."
 )
 @click.option(
@@ -96,7 +105,8 @@ def evaluate(
 
     Each prompt is the questions of a row of --data; the target gives the answers. Prompts that the drafter was trained on
     are left out. At temperature 0 the output is compared with plain decoding; exit status 1 if it differs by more than
-    rounding explains. Ctrl-C ends it with the result of the prompts that are finished.
+    rounding explains. With --replay the target decodes alone, many prompts at once, and the rounds are worked out from its
+    answers: no speeds, nothing to compare. Ctrl-C ends it with the result of the prompts that are finished.
     """
     devices = use_devices(gpus)
     from dflash_train.commands.display import EvaluateView

@@ -48,30 +48,37 @@ def acceptance_statistics(results: Sequence[DecodeResult], block_size: int) -> d
     }
 
 
-def speed_statistics(results: Sequence[DecodeResult]) -> dict[str, Any]:
-    """Tokens, seconds and tokens a second after the first token of each answer; reading the prompts stands apart."""
+def speed_statistics(results: Sequence[DecodeResult], timed: bool = True) -> dict[str, Any]:
+    """Tokens, seconds and tokens a second after the first token of each answer; reading the prompts stands apart.
+
+    Answers that were not timed (replay.py) have no seconds.
+    """
     num_tokens = sum(len(result.token_ids) for result in results)
     seconds = sum(result.decode_seconds for result in results)
     num_decoded = num_tokens - len(results)
     return {
         "num_tokens": num_tokens,
         "num_stopped": sum(result.stopped for result in results),
-        "prefill_seconds": sum(result.prefill_seconds for result in results),
-        "decode_seconds": seconds,
-        "tokens_per_second": num_decoded / seconds if num_decoded and seconds else None,
+        "prefill_seconds": sum(result.prefill_seconds for result in results) if timed else None,
+        "decode_seconds": seconds if timed else None,
+        "tokens_per_second": num_decoded / seconds if timed and num_decoded and seconds else None,
     }
 
 
 def summarise(
-    results: Sequence[PromptResult], block_size: int, compared: bool = True, referred: bool = False
+    results: Sequence[PromptResult],
+    block_size: int,
+    compared: bool = True,
+    referred: bool = False,
+    timed: bool = True,
 ) -> dict[str, Any]:
     """All numbers of an evaluation, over all prompts and by data set; `compared`: plain and speculative must be equal.
 
-    `referred`: each answer was compared with that of z-lab's package, too.
+    `referred`: each answer was compared with that of z-lab's package, too. `timed`: it was decoded, not replayed.
     """
     sources = list(dict.fromkeys(result.source for result in results))
     by_source = [
-        {"source": source, **_numbers([result for result in results if result.source == source], block_size)}
+        {"source": source, **_numbers([result for result in results if result.source == source], block_size, timed)}
         for source in sources
     ]
     differences = _differences(results, "difference") if compared else None
@@ -83,7 +90,7 @@ def summarise(
             "differences": found,
             "same": all(entry["within_rounding"] for entry in found),
         }
-    numbers = _numbers(results, block_size)
+    numbers = _numbers(results, block_size, timed)
     return {
         "block_size": block_size,
         **numbers,
@@ -95,11 +102,11 @@ def summarise(
     }
 
 
-def _numbers(results: Sequence[PromptResult], block_size: int) -> dict[str, Any]:
+def _numbers(results: Sequence[PromptResult], block_size: int, timed: bool) -> dict[str, Any]:
     turns = [turn for result in results for turn in result.turns]
     speculative = [turn.speculative for turn in turns]
     plain = [turn.plain for turn in turns if turn.plain is not None]
-    speeds = {"speculative": speed_statistics(speculative), "plain": speed_statistics(plain) if plain else None}
+    speeds = {"speculative": speed_statistics(speculative, timed), "plain": speed_statistics(plain) if plain else None}
     rates = [speed["tokens_per_second"] if speed else None for speed in speeds.values()]
     return {
         "num_prompts": len(results),

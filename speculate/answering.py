@@ -6,7 +6,8 @@ server would have given. A prompt ends early where the next turn would not leave
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +67,39 @@ class PromptResult:
     turns: list[TurnResult]
 
 
+class Asking:
+    """A prompt's conversation: its turns, with the target's own answers between them."""
+
+    def __init__(self, target: Target, prompt: Prompt, renderer: ChatRenderer, max_new_tokens: int) -> None:
+        self.token_ids: list[int] | None = prompt.token_ids
+        """What is asked next; None after the last turn, and where a turn leaves no room for an answer."""
+        self._target, self._renderer, self._tools = target, renderer, prompt.tools
+        self._messages, self._rest = list(prompt.turns[0]), prompt.turns[1:]
+        most = getattr(text_config(target.model_config), "max_position_embeddings", None)
+        self._most = None if most is None else most - max_new_tokens
+
+    def answer(self, answer: DecodeResult) -> None:
+        """Put the answer into the conversation, and the next turn after it."""
+        self.token_ids = None
+        if not self._rest:
+            return
+        # special tokens stay: of some targets the marks of thinking are such
+        text = str(
+            self._target.tokenizer.decode(
+                answer.token_ids[:-1] if answer.stopped else answer.token_ids,
+                skip_special_tokens=False,
+                clean_up_tokenization_spaces=False,
+            )
+        )
+        asked = self._renderer.render(self._messages, self._tools, add_generation_prompt=True)
+        message, _ = as_message(self._renderer, self._messages, self._tools, asked, text)
+        self._messages, self._rest = [*self._messages, message, *self._rest[0]], self._rest[1:]
+        with suppress(RowError):
+            token_ids = encode(self._renderer, self._messages, self._tools)
+            if self._most is None or len(token_ids) <= self._most:
+                self.token_ids = token_ids
+
+
 class PromptDecoder:
     """A loaded target and drafter that answer prompts; may be pointed at another drafter of the same shape."""
 
@@ -87,7 +121,6 @@ class PromptDecoder:
         self._reference = reference
         self._stop_ids = stop_token_ids(target)
         self._renderer = ChatRenderer(target.tokenizer, decoding.chat_template_arguments)
-        self._num_positions = getattr(text_config(target.model_config), "max_position_embeddings", None)
 
     def warm_up(self, prompt: Prompt) -> None:
         """Decode a few tokens, so that no measured round loads kernels; on a CPU there is nothing to warm."""
@@ -106,25 +139,15 @@ class PromptDecoder:
     def run(self, index: int, prompt: Prompt) -> PromptResult:
         """Answer all turns. Raises Interrupted where `stop` says so."""
         turns: list[TurnResult] = []
-        messages = list(prompt.turns[0])
-        token_ids, rest = prompt.token_ids, prompt.turns[1:]
-        while True:
-            turns.append(self._turn(token_ids))
-            if not rest:
-                break
-            answer = turns[-1].speculative
-            text = self._text(answer.token_ids[:-1] if answer.stopped else answer.token_ids)
-            asked = self._renderer.render(messages, prompt.tools, add_generation_prompt=True)
-            message, _ = as_message(self._renderer, messages, prompt.tools, asked, text)
-            messages, rest = [*messages, message, *rest[0]], rest[1:]
-            try:
-                token_ids = encode(self._renderer, messages, prompt.tools)
-            except RowError:
-                break
-            most = self._num_positions
-            if most is not None and len(token_ids) + self.decoding.max_new_tokens > most:
-                break
+        asking = Asking(self.target, prompt, self._renderer, self.decoding.max_new_tokens)
+        while asking.token_ids is not None:
+            turns.append(self._turn(asking.token_ids))
+            asking.answer(turns[-1].speculative)
         return PromptResult(index=index, source=prompt.source, turns=turns)
+
+    def run_all(self, indices: Sequence[int], prompts: Sequence[Prompt]) -> list[PromptResult]:
+        """Answer the prompts at `indices`, one after the other."""
+        return [self.run(index, prompts[index]) for index in indices]
 
     def answer(self, token_ids: list[int]) -> DecodeResult:
         """Speculative decoding of one prompt."""
@@ -139,12 +162,6 @@ class PromptDecoder:
             sampling=decoding.sampling,
             seed=decoding.seed,
             stop=self.stop,
-        )
-
-    def _text(self, token_ids: list[int]) -> str:
-        # special tokens stay: of some targets the marks of thinking are such
-        return str(
-            self.target.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
 
     def _turn(self, token_ids: list[int]) -> TurnResult:
@@ -178,18 +195,17 @@ class PromptDecoder:
         )
 
 
-def run_facts(decoder: PromptDecoder) -> dict[str, Any]:
+def run_facts(target: Target, is_recurrent: bool) -> dict[str, Any]:
     """What an evaluation records about the place it ran in; JSON-able."""
     import platform
 
     import transformers
 
-    target = decoder.target
     return {
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else str(target.device),
         "threads": torch.get_num_threads(),
-        "recurrent_target": decoder.is_recurrent,
+        "recurrent_target": is_recurrent,
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

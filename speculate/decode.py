@@ -174,8 +174,7 @@ def speculative_decode(
             if stop():
                 raise Interrupted
             remaining = max_new_tokens - len(tokens)
-            # One slot more than tokens are still wanted, as z-lab does; but nothing to draft for a single token.
-            size = min(block_size, remaining + 1) if remaining > 1 else 1
+            size = num_slots(block_size, remaining)
             proposed = None
             if size > 1:
                 noise = torch.cat((F.embedding(last, target.embed_tokens) * scale, mask_noise[:, : size - 1]), dim=1)
@@ -186,7 +185,7 @@ def speculative_decode(
                 drafts = last[:, :0]
             choices = chooser.verify(drafts, proposed, cache.run_block(torch.cat((last, drafts), dim=1)))
             values = torch.cat((drafts, choices), dim=1)[0].tolist()
-            round_, new = _accept(values[: size - 1], values[size - 1 :], remaining, stop_ids)
+            round_, new = accept(values[: size - 1], values[size - 1 :], remaining, stop_ids)
             result.rounds.append(round_)
             tokens.extend(new)
             if len(tokens) == max_new_tokens or tokens[-1] in stop_ids:
@@ -208,7 +207,15 @@ def draft_logits(target: Target, drafter: Drafter, hidden: Tensor) -> Tensor:
     return logits if not softcap else torch.tanh(logits / softcap) * softcap
 
 
-def _accept(
+def num_slots(block_size: int, remaining: int) -> int:
+    """Slots of a block, anchor included, where so many tokens are still wanted.
+
+    One slot more than these, as z-lab does; but nothing to draft for a single token.
+    """
+    return min(block_size, remaining + 1) if remaining > 1 else 1
+
+
+def accept(
     drafts: Sequence[int], choices: Sequence[int], remaining: int, stop_ids: Collection[int]
 ) -> tuple[Round, list[int]]:
     """The tokens a round produces: choices[:n + 1] for n leading matches, cut at the limit and after a stop token."""

@@ -1,4 +1,5 @@
-"""Measure a drafter: real speculative decoding against its target, one prompt at a time on each device.
+"""Measure a drafter: real speculative decoding against its target, one prompt at a time on each device; or, at
+temperature 0, the same rounds from the target's own answers, many prompts at once (replay.py).
 
 Each prompt is decoded with the drafter and, unless switched off, without it: the first gives acceptance length, the
 pair the speed-up and, at temperature 0, the proof that the output is the target's own. Training accuracy is no substitute
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -49,6 +50,9 @@ from dflash_train.stage1_target.target import (
 )
 from dflash_train.stage1_target.tokenization import ChatRenderer
 from dflash_train.units import format_count
+
+if TYPE_CHECKING:
+    from dflash_train.speculate.replay import Replayer
 
 MOST_BLOCK_SIZE = 1024  # drafters are trained on 4 to 32 and do not generalise to larger blocks
 
@@ -87,6 +91,10 @@ class EvaluateConfig:
     """Whether each prompt is decoded without the drafter too, for the speed-up and the check of equality."""
     reference: bool = False
     """Whether z-lab's package decodes each prompt too, to compare token by token."""
+    replay: bool = False
+    """Whether the rounds are taken from the target's own greedy answers: the acceptance length alone, in seconds."""
+    batch_size: int = 64
+    """Answers decoded at once where they are replayed; halved by itself where the device's memory is short."""
     allow_trained_prompts: bool = False
     """Whether prompts of the drafter's training data are measured on as well; they flatter it."""
     device: str = "auto"
@@ -102,6 +110,7 @@ class EvaluateConfig:
             ("max_new_tokens", 1),
             ("block_size", 2),
             ("seed", 0),
+            ("batch_size", 1),
         ):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -114,6 +123,13 @@ class EvaluateConfig:
                 f"--reference compares token by token, which --temperature {self.temperature:g} leaves to chance; give one "
                 "of them."
             )
+        if self.replay and not sampling.is_greedy:
+            raise InputError(
+                f"--replay follows the target's greedy answers, which --temperature {self.temperature:g} does not give; "
+                "leave one of them out."
+            )
+        if self.replay and self.reference:
+            raise InputError("--replay decodes nothing that --reference could compare; leave one of them out.")
 
     @property
     def sampling(self) -> Sampling:
@@ -194,15 +210,16 @@ def evaluate(
     for note in training_notes(prompt_set, groups is not None, config.allow_trained_prompts):
         report(note)
     prompts, outcome = prompt_set.prompts, Outcome()
-    devices = devices[: len(prompts)]
+    units = share_prompts(config, prompts, len(devices) or 1)
+    devices = devices[: len(units)]
     if devices:
         from dflash_train.speculate.workers import run_workers
 
-        run_workers(config, folder, prompts, devices, outcome, report)
+        run_workers(config, folder, prompts, units, devices, outcome, report)
     else:
         assert device is not None
         report(f"loading {config.target.name}")
-        _run_here(config, folder, prompts, device, outcome, report)
+        _run_here(config, folder, prompts, units, device, outcome, report)
     if not outcome.results:
         reason = "; ".join(outcome.failures) or "it was stopped before the first of them"
         raise InputError(f"No prompt was decoded: {reason.rstrip('.')}. Run it again.")
@@ -212,6 +229,8 @@ def evaluate(
         "target": config.target.name,
         "target_revision": config.target.revision,
         "drafter": str(folder),
+        "method": "replay" if config.replay else "decoding",
+        "batch_size": config.batch_size if config.replay else None,
         "prompt_source": ", ".join(config.prompts),
         "prompt_split": config.split,
         "chat_template_arguments": config.chat_template_arguments,
@@ -229,16 +248,35 @@ def evaluate(
         "top_p": config.top_p,
         "top_k": config.top_k,
         "seed": config.seed,
-        **summarise(outcome.results, block_size, config.compare_plain and config.sampling.is_greedy, config.reference),
+        **summarise(
+            outcome.results,
+            block_size,
+            compared=config.compare_plain and config.sampling.is_greedy and not config.replay,
+            referred=config.reference,
+            timed=not config.replay,
+        ),
         "num_processes": len(devices) or 1,
         **outcome.facts,
     }
 
 
-def load_decoder(config: EvaluateConfig, folder: Path, device: torch.device | str) -> PromptDecoder:
+def share_prompts(config: EvaluateConfig, prompts: Sequence[Prompt], num_devices: int) -> list[tuple[int, ...]]:
+    """Positions of the prompts that a device takes at once: one, or where they are replayed a batch of similar length."""
+    if not config.replay:
+        return [(index,) for index in range(len(prompts))]
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))
+    size = min(config.batch_size, -(-len(prompts) // num_devices))
+    return [tuple(order[first : first + size]) for first in range(0, len(order), size)]
+
+
+def load_decoder(config: EvaluateConfig, folder: Path, device: torch.device | str) -> PromptDecoder | Replayer:
     """Load target and drafter, and z-lab's drafter where it is asked for. Raises InputError."""
     target = load_target(config.target, load_drafter_config(folder).target_layer_ids, device)
     drafter = load_drafter(folder, target.device, target.dtype)
+    if config.replay:
+        from dflash_train.speculate.replay import Replayer
+
+        return Replayer(target, drafter, config.decoding, config.batch_size)
     reference = ZlabDrafter(folder, target.device, target.dtype) if config.reference else None
     decoder = PromptDecoder(target, drafter, config.decoding, reference)
     if reference is not None:
@@ -280,17 +318,18 @@ def _run_here(
     config: EvaluateConfig,
     folder: Path,
     prompts: Sequence[Prompt],
+    units: Sequence[Sequence[int]],
     device: torch.device,
     outcome: Outcome,
     report: Progress,
 ) -> None:
     decoder = load_decoder(config, folder, device)
-    outcome.facts = run_facts(decoder)
+    outcome.facts = run_facts(decoder.target, decoder.is_recurrent)
     decoder.warm_up(prompts[0])
     with stop_signals() as stop:
         decoder.stop = stop.is_set
         with suppress(Interrupted):
-            for index, prompt in enumerate(prompts):
-                outcome.results.append(decoder.run(index, prompt))
+            for unit in units:
+                outcome.results += decoder.run_all(unit, prompts)
                 report(decoded_event(outcome.results, len(prompts)))
         outcome.interrupted = len(outcome.results) < len(prompts)

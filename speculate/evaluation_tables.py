@@ -53,8 +53,10 @@ def _summary(result: dict[str, Any]) -> Table:
     summary.add_row("prompts", f"{result['num_prompts']:,}  ({answers}{result['num_prompt_tokens']:,} tokens{trained})")
     summary.add_row("new tokens, rounds", f"{result['speculative']['num_tokens']:,}, {result['num_rounds']:,}")
     summary.add_row("temperature", _temperature(result))
+    if result["method"] == "replay":
+        summary.add_row("method", "replay of the target's own greedy answers; speeds are not measured")
     for name in ("speculative", "plain"):
-        if result[name] is not None:
+        if result[name] is not None and result["method"] != "replay":
             summary.add_row(f"{name} decoding", f"{_number(result[name]['tokens_per_second'], 1)} tokens/s")
     if result["speedup"] is not None:
         summary.add_row("speed-up", f"{_number(result['speedup'])} ×")
@@ -64,7 +66,7 @@ def _summary(result: dict[str, Any]) -> Table:
         "run on",
         f"{several}{result['device']}, {result['dtype']}, transformers {result['versions']['transformers']}",
     )
-    if result["recurrent_target"]:
+    if result["recurrent_target"] and result["method"] != "replay":
         summary.add_row(
             "recurrent layers",
             "copied before each block, replayed after a partly accepted one: one more forward a time",
@@ -124,6 +126,8 @@ def _positions(result: dict[str, Any]) -> Table:
 def _agreement_text(result: dict[str, Any]) -> str:
     """Sentences on whether the output equals plain greedy decoding."""
     differences = result["differences"]
+    if result["method"] == "replay":
+        return "The answers are the target's own: what plain greedy decoding gives. Nothing else was decoded."
     if differences is None:
         if result["temperature"]:
             return "At this temperature outputs are random: their distribution is the target's own, but no two are compared."

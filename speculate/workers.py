@@ -1,4 +1,4 @@
-"""Evaluation on several devices: a process each, which takes the next prompt when it has finished one."""
+"""Evaluation on several devices: a process each, which takes the next prompts when it has finished some."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from dflash_train.errors import InputError
 from dflash_train.machine.launch import Device, Process, start_processes, stop_signals
-from dflash_train.speculate.answering import PromptResult, run_facts
+from dflash_train.speculate.answering import run_facts
 from dflash_train.speculate.evaluate import EvaluateConfig, Outcome, decoded_event, load_decoder
 from dflash_train.speculate.events import Progress
 from dflash_train.speculate.prompts import Prompt
@@ -24,7 +24,7 @@ POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Loaded:
-    """Worker: send a prompt."""
+    """Worker: send prompts."""
 
     facts: dict[str, Any]
 
@@ -39,14 +39,14 @@ class Failed:
 def run_worker(
     connection: Connection, config: EvaluateConfig, folder: Path, prompts: Sequence[Prompt], device: str
 ) -> None:
-    """Body of a worker process: load, then answer the prompts whose positions arrive until None does."""
+    """Body of a worker process: load, then answer the prompts whose positions arrive, until None does."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         decoder = load_decoder(config, folder, device)
         decoder.warm_up(prompts[0])
-        connection.send(Loaded(run_facts(decoder)))
-        while (index := connection.recv()) is not None:
-            connection.send(decoder.run(index, prompts[index]))
+        connection.send(Loaded(run_facts(decoder.target, decoder.is_recurrent)))
+        while (unit := connection.recv()) is not None:
+            connection.send(decoder.run_all(unit, prompts))
     except InputError as error:
         connection.send(Failed(error))
         raise SystemExit(1) from error
@@ -56,16 +56,17 @@ def run_workers(
     config: EvaluateConfig,
     folder: Path,
     prompts: Sequence[Prompt],
+    units: Sequence[tuple[int, ...]],
     devices: Sequence[Device],
     outcome: Outcome,
     report: Progress,
 ) -> None:
-    """Fill `outcome`, until all prompts are answered, a signal ends it, or no worker is left.
+    """Fill `outcome`, one unit of prompts after the other to each worker, until all prompts are answered, a signal ends it, or no worker is left.
 
-    A prompt that a worker died of is given to another one once. Raises InputError where a worker says so.
+    A unit that a worker died of is given to another one once. Raises InputError where a worker says so.
     """
-    waiting, given_again = deque(range(len(prompts))), set[int]()
-    under_way: dict[Process, int | None] = {}
+    waiting, given_again = deque(units), set[tuple[int, ...]]()
+    under_way: dict[Process, tuple[int, ...] | None] = {}
     report(f"{format_count(len(devices), 'worker')} will load {config.target.name}")
     with tempfile.TemporaryDirectory(prefix="dflash-evaluate-") as logs:  # what matters of them is told when one dies
         arguments = {"config": config, "folder": folder, "prompts": list(prompts)}
@@ -78,8 +79,8 @@ def run_workers(
             ) as group,
             stop_signals() as stop,
         ):
-            while group.running and (waiting or any(index is not None for index in under_way.values())):
-                for process in [process for process, index in under_way.items() if index is None and waiting]:
+            while group.running and (waiting or any(unit is not None for unit in under_way.values())):
+                for process in [process for process, unit in under_way.items() if unit is None and waiting]:
                     under_way[process] = waiting.popleft()
                     process.send(under_way[process])
                 for process, message in group.wait(POLL_SECONDS):
@@ -87,9 +88,9 @@ def run_workers(
                         case Loaded(facts):
                             outcome.facts = outcome.facts or facts
                             under_way[process] = None
-                        case PromptResult():
+                        case list():
                             under_way[process] = None
-                            outcome.results.append(message)
+                            outcome.results += message
                             report(decoded_event(outcome.results, len(prompts)))
                         case Failed(error):
                             raise error

@@ -93,8 +93,6 @@ class Generator:
     """A loaded target that answers."""
 
     def __init__(self, target: Target, config: RegenerateConfig) -> None:
-        from transformers import GenerationConfig
-
         self._target, self._config = target, config
         self._renderer = ChatRenderer(target.tokenizer, config.chat_template_arguments)
         self._stop_ids = stop_token_ids(target)
@@ -104,7 +102,6 @@ class Generator:
                 f"generation_config.json."
             )
         self._num_positions = getattr(text_config(target.model_config), "max_position_embeddings", None)
-        target.model.generation_config = GenerationConfig()  # or the hub's own settings come in where ours are silent
 
     def run(self, dialogues: Sequence[Dialogue]) -> list[Outcome]:
         """Answer every turn of some dialogues, together."""
@@ -165,33 +162,52 @@ class Generator:
 
     def _new_tokens(self, prompts: list[tuple[Exchange, str, list[int]]], limit: int) -> list[list[int]]:
         """New token ids of each prompt, with padding where a row ended before others."""
-        from transformers import GenerationConfig, LogitsProcessorList
-
-        config, device = self._config, self._target.device
-        longest = max(len(ids) for _exchange, _text, ids in prompts)
-        input_ids = torch.full((len(prompts), longest), self._stop_ids[0])
-        attention_mask = torch.zeros_like(input_ids)
-        for row, (_exchange, _text, ids) in enumerate(prompts):
-            input_ids[row, longest - len(ids) :] = torch.tensor(ids)
-            attention_mask[row, longest - len(ids) :] = 1
-        processors = LogitsProcessorList()
+        config, processors = self._config, []
         if config.temperature > 0:
             seeds = [exchange.dialogue.seed(config.seed, exchange.num_answers) for exchange, _text, _ids in prompts]
             processors.append(SeededChoice(config, seeds, limit))
+        return generate_tokens(self._target, [ids for _, _, ids in prompts], limit, self._stop_ids, processors)
+
+
+def generate_tokens(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    limit: int,
+    stop_ids: Sequence[int],
+    processors: Sequence[Any] = (),
+) -> list[list[int]]:
+    """At most `limit` new token ids of each prompt, all in one batch, greedily unless a processor chooses.
+
+    A row that stopped before others is filled up after its stop token.
+    """
+    from transformers import GenerationConfig, LogitsProcessorList
+
+    model, padding = target.model, stop_ids[0] if stop_ids else 0
+    longest = max(map(len, prompts))
+    input_ids = torch.full((len(prompts), longest), padding)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, ids in enumerate(prompts):
+        input_ids[row, longest - len(ids) :] = torch.tensor(ids)
+        attention_mask[row, longest - len(ids) :] = 1
+    # The hub's own settings would come in where ours are silent.
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
         with torch.inference_mode():
-            output = self._target.model.generate(
-                input_ids=input_ids.to(device),
-                attention_mask=attention_mask.to(device),
+            output = model.generate(
+                input_ids=input_ids.to(target.device),
+                attention_mask=attention_mask.to(target.device),
                 generation_config=GenerationConfig(
                     max_new_tokens=limit,
                     do_sample=False,
-                    eos_token_id=list(self._stop_ids),
-                    pad_token_id=self._stop_ids[0],
+                    eos_token_id=list(stop_ids) or None,
+                    pad_token_id=padding,
                 ),
-                logits_processor=processors,
+                logits_processor=LogitsProcessorList(processors),
             )
-        rows: list[list[int]] = output[:, longest:].tolist()
-        return rows
+    finally:
+        model.generation_config = own
+    rows: list[list[int]] = output[:, longest:].tolist()
+    return rows
 
 
 def as_message(

@@ -176,6 +176,12 @@ def test_the_commands_in_a_row(tmp_path: Path, data: Path, tiny_target: Any, enc
     assert result["trained_prompts"]["found"] > 0, "what was trained on is left out"
     assert (tmp_path / "e.png").read_bytes().startswith(b"\x89PNG")
 
+    replayed = run(*evaluate, "--max-prompts", 2, "--max-new-tokens", 8, "--replay", "--batch-size", 1)
+    assert replayed.exit_code == 0, replayed.output
+    again = json.loads(replayed.stdout)
+    assert (again["method"], again["lossless"], again["speculative"]["tokens_per_second"]) == ("replay", None, None)
+    assert (again["histogram"], again["positions"]) == (result["histogram"], result["positions"])
+
     checked = run("check", folder, "--target", target, "--gpus", "cpu", "--output", tmp_path / "c.json")
     assert checked.exit_code == 0, checked.output
     assert "training record: config.json is as the trainer wrote it" in checked.output

@@ -1778,6 +1778,24 @@ CASES: dict[str, list[Case]] = {
             1,
             "--block-size is 2000, but at most 1024 makes sense.",
         ),
+        Case(
+            "a replay at a temperature",
+            f"{EVALUATE} --replay --temperature 0.7",
+            1,
+            "--replay follows the target's greedy answers, which --temperature 0.7 does not give; leave one of them out.",
+        ),
+        Case(
+            "a replay with z-lab's package",
+            f"{EVALUATE} --replay --reference",
+            1,
+            "--replay decodes nothing that --reference could compare; leave one of them out.",
+        ),
+        Case(
+            "batches of no answer",
+            f"{EVALUATE} --replay --batch-size 0",
+            1,
+            "--batch-size is 0, but at least 1 is needed.",
+        ),
         Case("-1 prompts", f"{EVALUATE} --max-prompts=-1", 1, "--max-prompts is -1, but at least 1 is needed."),
         Case("no new tokens", f"{EVALUATE} --max-new-tokens 0", 1, "--max-new-tokens is 0, but at least 1 is needed."),
         Case(

@@ -14,7 +14,7 @@ from rich.console import Console
 from dflash_train.errors import InputError
 from dflash_train.speculate import answering
 from dflash_train.speculate import evaluate as evaluation
-from dflash_train.speculate.answering import Decoding, PromptDecoder, PromptResult
+from dflash_train.speculate.answering import Decoding, PromptDecoder
 from dflash_train.speculate.decode import plain_decode, speculative_decode
 from dflash_train.speculate.evaluate import EvaluateConfig, evaluate
 from dflash_train.speculate.evaluation_tables import format_evaluation
@@ -121,6 +121,40 @@ def test_report_of_a_random_drafter(config: EvaluateConfig) -> None:
     text = render(result)
     assert "Output equals plain greedy decoding on all 2 prompts." in text
     assert f"{result['acceptance_length']:.2f}" in text
+
+
+def test_a_replay_has_the_rounds_of_decoding_and_no_speeds(config: EvaluateConfig, tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path, ["What?", "And then?"], ["One question."], ["Count from one to ten.", "Again."])
+    config = replace(config, prompts=(prompts, *config.prompts), block_size=3)
+    decoded = evaluate(config)
+    assert (decoded["method"], decoded["batch_size"]) == ("decoding", None)
+    events: list[Decoded | str] = []
+    result = evaluate(replace(config, replay=True, batch_size=2), events.append)
+    seen = [event.num_prompts for event in events if isinstance(event, Decoded)]
+    assert seen == [2, 4, 5]
+    assert (result["method"], result["batch_size"]) == ("replay", 2)
+    assert result["num_answers"] == 7
+    for name in ("plain", "speedup", "num_equal", "differences", "lossless", "reference"):
+        assert result[name] is None
+    speeds = {"prefill_seconds": None, "decode_seconds": None, "tokens_per_second": None}
+    assert result["speculative"] == {**decoded["speculative"], **speeds}
+    other = {"plain", "speedup", "num_equal", "differences", "lossless", "method", "batch_size", "speculative"}
+    assert result.keys() == decoded.keys()
+    for key in result.keys() - other - {"data_sets"}:
+        assert result[key] == decoded[key], key
+    assert [entry["histogram"] for entry in result["data_sets"]] == [x["histogram"] for x in decoded["data_sets"]]
+    text = render(result)
+    assert "replay of the target's own greedy answers" in text
+    assert "plain decoding " not in text
+
+
+def test_several_processes_share_the_batches_of_a_replay(config: EvaluateConfig, tmp_path: Path) -> None:
+    from dflash_train.machine.launch import parse_devices
+
+    config = replace(config, replay=True)
+    result = evaluate(config, None, parse_devices("cpu:2"))
+    assert result["num_processes"] == 2
+    assert comparable(result) == comparable(evaluate(config))
 
 
 def test_without_plain_decoding_there_is_no_speedup(config: EvaluateConfig) -> None:
@@ -232,6 +266,12 @@ def test_values_out_of_range_are_refused(config: EvaluateConfig) -> None:
         replace(config, max_new_tokens=0)
     with pytest.raises(InputError, match="--top-p is 0, but must be more than 0 and at most 1"):
         replace(config, temperature=0.7, top_p=0)
+    with pytest.raises(InputError, match="--batch-size is 0"):
+        replace(config, batch_size=0)
+    with pytest.raises(InputError, match="--replay follows the target's greedy answers, which --temperature 0.7 does"):
+        replace(config, replay=True, temperature=0.7)
+    with pytest.raises(InputError, match="--replay decodes nothing that --reference could compare"):
+        replace(config, replay=True, reference=True)
     with pytest.raises(InputError, match="None of the 3 prompts .* leaves room for the new tokens"):
         evaluate(replace(config, max_new_tokens=500))
     with pytest.raises(InputError, match="'gpu' is unknown to torch"):
@@ -314,7 +354,7 @@ def test_several_processes_give_the_numbers_of_one_even_if_one_dies(
     def kill_once(self: ProcessGroup, timeout: float) -> Any:
         events = wait(self, timeout)
         for process, message in events:
-            if isinstance(message, PromptResult) and not killed:
+            if isinstance(message, list) and not killed:  # results of a unit
                 killed.append(process.pid)
                 process.popen.kill()
         return events
