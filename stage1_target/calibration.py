@@ -11,6 +11,7 @@ Shapes: B batch, T tokens, N tokens without padding, L tapped target layers, H h
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     import torch
 
     from dflash_train.stage1_target.target import Target
+
+logger = logging.getLogger(__name__)
 
 MAD_TO_SIGMA = 1.4826
 """Median |x| times this is the standard deviation of a centred normal x."""
@@ -135,13 +138,63 @@ def calibrate_states(
 
 
 def states_of(target: Target, batches: Iterable[tuple[torch.Tensor, list[int]]]) -> Iterator[torch.Tensor]:
-    """Run batches and yield the raw states [N, L * H] of each, without padding."""
+    """Run batches and yield the raw states [N, L * H] of each, without padding.
+
+    Where the device's memory does not suffice, batches are run in halves from there on, and a sample that does not fit
+    alone is left out. Raises InputError where no sample fits.
+    """
     import torch
 
-    for token_ids, lengths in batches:
-        states = target.hidden_states(token_ids)
-        valid = torch.arange(token_ids.shape[1])[None, :] < torch.tensor(lengths)[:, None]
-        yield states[valid.to(states.device)]
+    limit: int | None = None  # tokens of a batch with padding; None until memory was short
+    num_run = num_unfit = 0
+    for batch in batches:
+        parts = [batch]
+        while parts:
+            token_ids, lengths = parts.pop()
+            is_one = len(lengths) == 1
+            states = None
+            if is_one or limit is None or token_ids.numel() <= limit:
+                states = _states_or_none(target, token_ids)
+            if states is not None:
+                num_run += 1
+                valid = torch.arange(token_ids.shape[1])[None, :] < torch.tensor(lengths)[:, None]
+                yield states[valid.to(states.device)]
+            elif is_one:
+                num_unfit += 1
+                logger.warning(
+                    "A sample of %d tokens does not fit into the device's memory: not calibrated on.", *lengths
+                )
+            else:
+                if limit is None or token_ids.numel() <= limit:
+                    limit = token_ids.numel() // 2
+                    logger.warning(
+                        "Out of device memory with %d samples: calibrating on batches of at most %d tokens.",
+                        len(lengths),
+                        limit,
+                    )
+                half = len(lengths) // 2
+                for rows in (slice(half, None), slice(half)):
+                    parts.append((token_ids[rows, : max(lengths[rows])], lengths[rows]))
+    if num_unfit and not num_run:
+        raise InputError(
+            f"None of the {num_unfit} samples drawn for calibration fits into the memory of the device, even alone; lower "
+            "--max-tokens, or free the device."
+        )
+
+
+def _states_or_none(target: Target, token_ids: torch.Tensor) -> torch.Tensor | None:
+    """The raw states [B, T, L * H]; None, with the device's memory cleared, where it was out of memory."""
+    import torch
+
+    try:
+        return target.hidden_states(token_ids)
+    except torch.OutOfMemoryError:
+        pass
+    # outside the except clause: there the traceback would keep the batch's tensors alive
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+        torch.cuda.empty_cache()
+    return None
 
 
 def ordinary_tokens(states: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -78,3 +78,26 @@ def test_draw_is_seeded_and_just_large_enough() -> None:
         drawn.tolist() == draw_samples(lengths, 1000, seed=0).tolist() != draw_samples(lengths, 1000, seed=1).tolist()
     )
     assert sorted(draw_samples(lengths, 10**9, seed=0)) == list(range(507))
+
+
+def test_calibration_that_is_out_of_memory_goes_on_with_halves_and_leaves_out_what_does_not_fit(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden_states = Target.hidden_states
+    room = 31
+    shapes: list[tuple[int, ...]] = []
+
+    def small(self: Target, token_ids: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(token_ids.shape))
+        if token_ids.numel() > room:
+            raise torch.OutOfMemoryError
+        return hidden_states(self, token_ids)
+
+    token_ids, lengths = batch(0)
+    wanted = calibrate(target, [(token_ids[row : row + 1, :length], [length]) for row, length in ((1, 31), (2, 7))])
+    monkeypatch.setattr(Target, "hidden_states", small)
+    np.testing.assert_array_equal(calibrate(target, [(token_ids, lengths)]), wanted)
+    assert shapes == [(3, 50), (1, 50), (2, 31), (1, 31), (1, 7)], "the sample of 50 tokens does not fit"
+    room = 1
+    with pytest.raises(InputError, match="None of the 3 samples drawn for calibration fits into the memory"):
+        calibrate(target, [(token_ids, lengths)])
