@@ -71,6 +71,8 @@ def fp8_target(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="module")
 def loaded(fp8_target: Path) -> Target:
     pytest.importorskip("accelerate")
+    if torch.cuda.is_available():
+        pytest.skip("where transformers sees a GPU it does not unpack FP8")
     return load_target(TargetConfig(name=str(fp8_target)), (1, 2), "cpu")
 
 
@@ -89,6 +91,19 @@ def test_an_fp8_target_is_unpacked_on_a_cpu_and_stays_fp8_in_the_manifest(loaded
     config = load_model_config(loaded.config)
     known = known_without_weights(loaded.config, config, loaded.tokenizer, loaded.target_layer_ids, encoding)
     assert known == {name: getattr(manifest, name) for name in known}, "the next start finds the same target"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_an_fp8_target_runs_on_a_gpu_or_names_what_its_kernels_need(fp8_target: Path) -> None:
+    """Its kernels come from the hub through the package `kernels`: without one of them a sentence, no traceback."""
+    pytest.importorskip("accelerate")
+    try:
+        target = load_target(TargetConfig(name=str(fp8_target)), (1, 2), "cuda")
+    except InputError as error:
+        assert "kernel" in str(error), error
+        return
+    assert bool(target.hidden_states(torch.arange(7)[None]).isfinite().all())
 
 
 def test_float8_weights_are_fingerprinted() -> None:
