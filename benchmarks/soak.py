@@ -1,6 +1,7 @@
 """Kill workers of a three-worker extract on the CPU, again and again, and verify the store after every kill.
 
     python benchmarks/soak.py --kills 200 --json soak.json
+    python benchmarks/soak.py --kills 200 --json soak.json --seconds 1200      # a go of 20 minutes; again: it goes on
 
 Each run of `extract` goes on with the store of the last one; a store that is full is compared whole and begun anew. Once
 the run's first batch is through, a drawn worker gets SIGKILL at a drawn moment, or in the phase that had the fewest kills
@@ -17,7 +18,9 @@ After each kill, while the other workers go on, and after each run every byte of
 compared with that of an undisturbed extract by one worker, and nothing may be there twice, or gone that was there
 before. Reference samples (one in five here, not in 500) must be sound; a kill may cost some, as it may by design, and how
 many is printed. Only the worker's function is this script's own, to note the phases; the rest is what `dflash extract`
-runs.
+runs. A kill takes some three seconds on two cores.
+
+The JSON file is written after every kill, and a later start with the same file adds to its numbers, with new stores.
 """
 
 from __future__ import annotations
@@ -55,6 +58,7 @@ PHASES = ("commit", "stream", "forward", "idle")
 FEW_SECONDS = 5.0  # how long a kill waits for the phase that it is aimed at
 HIDDEN_SIZE, NUM_LAYERS = 256, 5
 REFERENCE_ONE_IN = 5
+COUNTED = ("runs", "stores", "verifications", "samples", "references", "references_wanted", "goes")
 WAITING, RUNNING, APPENDING, COMMITTING = b"w"[0], b"r"[0], b"a"[0], b"c"[0]
 
 
@@ -151,6 +155,36 @@ class Tally:
     num_samples: int = 0
     num_references: int = 0
     num_references_wanted: int = 0
+    num_goes: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def read(cls, path: Path | None) -> Tally:
+        """What the goes before this one left in the JSON file, if there is one."""
+        if path is None or not path.exists():
+            return cls()
+        numbers = json.loads(path.read_text())
+        if numbers["failure"] is not None:
+            raise SystemExit(f"{path} is of a soak that failed: {numbers['failure']}. Look into it, then move it away.")
+        values = {f"num_{name}": numbers[name] for name in COUNTED}
+        return cls(kills=Counter(numbers["kills"]), seconds=numbers["seconds"], **values)
+
+    def write(self, path: Path | None, failure: str | None = None) -> None:
+        if path is None:
+            return
+        numbers = {
+            "kills": dict(self.kills),
+            **{name: getattr(self, f"num_{name}") for name in COUNTED},
+            "seconds": self.seconds,
+            "failure": failure,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "machine": platform.platform(),
+            "cpus": os.cpu_count(),
+        }
+        new = path.with_name(f"{path.name}.new")
+        new.write_text(json.dumps(numbers, indent=2) + "\n")
+        new.replace(path)
 
     @property
     def num_kills(self) -> int:
@@ -168,10 +202,13 @@ class Soak:
         self._num_workers: int = arguments.workers
         self._wanted: int = arguments.kills
         self._least: int = arguments.least
-        self._deadline = time.monotonic() + 60 * arguments.minutes
-        self._generator = np.random.default_rng(arguments.seed)
+        self._json: Path | None = arguments.json
+        self.tally = Tally.read(self._json)
+        self.tally.num_goes += 1
+        self._began = time.monotonic() - self.tally.seconds
+        self._deadline = time.monotonic() + arguments.seconds
+        self._generator = np.random.default_rng((arguments.seed, self.tally.num_goes))
         self._config = make_inputs(folder, arguments.samples)
-        self.tally = Tally()
         self._truth: dict[int, Sample] = {}
         self._seen: set[int] = set()
 
@@ -181,6 +218,8 @@ class Soak:
         return enough or self.tally.num_kills >= 2 * self._wanted or time.monotonic() > self._deadline
 
     def run(self) -> None:
+        if self.done:  # by what the goes before have done
+            return
         truth = replace(self._config, store=self._folder / "truth", devices="cpu:1")
         assert extract(truth).outcome == "finished"
         assert isinstance(truth.store, Path)
@@ -212,10 +251,10 @@ class Soak:
         groups: list[launch.ProcessGroup] = []
         started = threading.Event()
 
-        def start(function: str, arguments: Any, devices: Any, logs: Path) -> launch.ProcessGroup:
+        def start(_function: str, arguments: Any, devices: Any, logs: Path, name: str) -> launch.ProcessGroup:
             own = {"phases": phases_path, "num_workers": self._num_workers}
             noting = [{**given, **own, "worker": index} for index, given in enumerate(arguments)]
-            groups.append(launch.start_processes("soak.run_worker", noting, devices, logs))
+            groups.append(launch.start_processes("soak.run_worker", noting, devices, logs, name))
             return groups[0]
 
         def report(event: Event) -> None:
@@ -279,6 +318,12 @@ class Soak:
             f"store {self.tally.num_stores}, {num_stored} samples stored, all sound",
             flush=True,
         )
+        self.note()
+
+    def note(self, failure: str | None = None) -> None:
+        """Write the numbers so far."""
+        self.tally.seconds = time.monotonic() - self._began
+        self.tally.write(self._json, failure)
 
     def _count_references(self, store: Path) -> None:
         """Read the reference samples of a full store and count those that a kill has cost."""
@@ -372,46 +417,36 @@ def main() -> None:
     )
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--samples", type=int, default=300)
-    parser.add_argument("--minutes", type=float, default=600.0, help="Stop after these.")
+    parser.add_argument(
+        "--seconds", type=float, default=36_000.0, help="No kill after these; the last store is filled."
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="Where to work. Default: a temporary folder.")
-    parser.add_argument("--json", type=Path, help="Also write the numbers here.")
+    parser.add_argument("--json", type=Path, help="Also write the numbers here, added to those that are there.")
     arguments = parser.parse_args()
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="dflash-soak-") as folder:
         soak = Soak(Path(folder), arguments)
-        soak.run()
-    tally, minutes = soak.tally, (time.monotonic() - started) / 60
+        try:
+            soak.run()
+        except Exception as error:
+            soak.note(f"{type(error).__name__}: {error}")
+            raise
+    soak.note()
+    tally, minutes = soak.tally, soak.tally.seconds / 60
     print(f"\n{'phase':10} kills")
     for phase in (*PHASES, "between"):
         print(f"{phase:10} {tally.kills[phase]:5}")
     print(
         f"{'all':10} {tally.num_kills:5}\n\n"
         f"{arguments.workers} workers, {tally.num_runs} runs, {tally.num_stores} stores filled, "
-        f"{tally.num_verifications} verifications of {tally.num_samples:,} samples in {minutes:.0f} minutes: "
-        f"0 lost, 0 doubled, 0 damaged; {tally.num_references:,} of {tally.num_references_wanted:,} reference samples kept"
+        f"{tally.num_verifications} verifications of {tally.num_samples:,} samples in {minutes:.0f} minutes "
+        f"and {tally.num_goes} goes: 0 lost, 0 doubled, 0 damaged; "
+        f"{tally.num_references:,} of {tally.num_references_wanted:,} reference samples kept"
     )
-    if arguments.json is not None:
-        numbers = {
-            "kills": dict(tally.kills),
-            "runs": tally.num_runs,
-            "stores": tally.num_stores,
-            "verifications": tally.num_verifications,
-            "samples_verified": tally.num_samples,
-            "lost": 0,
-            "doubled": 0,
-            "references": tally.num_references,
-            "references_wanted": tally.num_references_wanted,
-            "minutes": minutes,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "machine": platform.platform(),
-        }
-        arguments.json.write_text(json.dumps(numbers, indent=2) + "\n")
 
 
 if __name__ == "__main__":
