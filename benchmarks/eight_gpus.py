@@ -4,24 +4,30 @@
     python benchmarks/eight_gpus.py --extract-gpus 0 --train-gpus 1 --folder /scratch/two --json two.json    # 1 + 1
     python benchmarks/eight_gpus.py --extract-gpus cpu:5 --train-gpus cpu:3 --geometry tiny --folder /tmp/e  # no GPU
 
-The target has random weights (random_target.py) unless --target names one. Phases, which --phases chooses from:
+The target has random weights (random_target.py) unless --target names one. Phases, which --phases chooses from (1 + 1 has
+the last two by default, which also measure each stage alone):
 
     one       extract on the first GPU alone, RAM disk                                          tokens/s of one
     all       extract on all of its GPUs, RAM disk; beside it one trainer on its first GPU,      tokens/s of all, rows/s
               on the store of `one`                                                              of one
     trainers  train on all of its GPUs, on the store of `one`                                    rows/s of all
-    both      extract to --folder, the trainers follow; a worker of either is killed with -9     waits, rates, memory
-              in the middle, the trainer is started again
+    both      extract to --folder, the trainers follow; a process of each is killed with -9,     waits, rates, memory
+              and what it ended is started again
     swapped   the same with the two sets of GPUs swapped, without kills
 
 Rates are taken in windows of --window seconds after the first batches or steps of all processes. The trainer's rows/s count
-the seconds of its steps, waits for the store included, from the sixth step on. Everything is torn down with SIGKILL.
+the seconds of its steps, waits for the store included. `both` and `swapped` read every byte of their store at the end and
+compare it with what the extract said it had committed; --finish lets the extract store all samples first.
+
+A phase that fails, or has no more time (--seconds), prints the last lines of its logs; what was measured until then is in
+the table and in the JSON file. Everything is torn down with SIGKILL.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import re
@@ -33,17 +39,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from dflash_train.benchmarks.random_target import GEOMETRIES, draw_lengths, make_samples
-from dflash_train.machine.launch import parse_devices
+from dflash_train.machine.launch import last_lines, parse_devices
+from dflash_train.machine.runs import logs_folder
 from dflash_train.store.reader import StoreReader
+from dflash_train.store.verify import verify_store
 from dflash_train.units import format_bytes
 
 PHASES = ("one", "all", "trainers", "both", "swapped")
 SKIPPED_STEPS = 5
+WINDOW_STEPS = 6  # a window has at least these
+END_SECONDS = 60.0  # for a command whose process was killed, or for the processes of a killed command
+VERIFY_SECONDS = 15.0  # of the time left, for reading a store once more
 LEAST_RAM_BYTES = 120 << 30
 SMALL = {
     "row_tokens": 512,
@@ -56,39 +68,63 @@ SMALL = {
 LARGE = {"row_tokens": 8192, "anchors": 1024, "batch_tokens": 16_384, "num_samples": 24_000, "longest": 4096}
 
 
+class Failed(Exception):
+    """A phase cannot go on."""
+
+
+class OutOfTime(Failed):
+    """--seconds are over."""
+
+
 class Command:
-    """A running `dflash` command and its log."""
+    """A running `dflash` command, a session of its own, and its log."""
 
     def __init__(self, name: str, log: Path, words: Sequence[object]) -> None:
         self.name, self.log, self.words = name, log, list(map(str, words))
-        self.began = time.time()
         self._output = log.open("ab")
+        self._place = log.stat().st_size  # another start may have the same log
+        self._end: int | None = None
         command = [sys.executable, "-m", "dflash_train.cli", *self.words]
-        self.popen = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT)
+        self.popen = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def output(self) -> str:
+        """What it has said so far."""
+        return self.log.read_bytes()[self._place : self._end].decode(errors="replace")
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """The JSON lines of one kind, with their time in seconds since the epoch."""
         found = []
-        for line in self.log.read_text(errors="replace").splitlines():
-            if line.startswith("{") and f'"event": "{kind}"' in line:
+        for line in self.output().splitlines():
+            if line.startswith("{") and line.endswith("}") and f'"event": "{kind}"' in line:
                 values = json.loads(line)
                 found.append(values | {"at": datetime.fromisoformat(values["time"]).timestamp()})
-        return [values for values in found if values["at"] >= self.began]
+        return found
+
+    def option(self, name: str) -> Path:
+        return Path(self.words[self.words.index(name) + 1])
 
     def children(self) -> list[int]:
         """Process ids of its workers or ranks."""
         path = Path(f"/proc/{self.popen.pid}/task/{self.popen.pid}/children")
         return [int(word) for word in path.read_text().split()]
 
-    def check(self) -> None:
-        if self.popen.poll() not in (None, 0):
-            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
-            raise SystemExit(f"{self.name} ended with status {self.popen.returncode}:\n{tail}")
+    def tail(self) -> str:
+        """The last lines of its log and of those of its processes."""
+        folder = self.option("--run") / "logs" if "--run" in self.words else logs_folder(self.option("--store"))
+        logs = [self.log, *sorted(folder.rglob("*.log"), key=lambda path: path.stat().st_mtime)[-8:]]
+        lines = [f"  {path}: {line[:300]}" for path in logs for line in last_lines(path, 12 if path == self.log else 4)]
+        return "\n".join([f"{self.name}: {' '.join(self.words)}", *lines])
 
     def kill(self) -> None:
-        self.popen.kill()
+        """End it with all of its processes, and wait until they are gone."""
+        deadline = time.monotonic() + END_SECONDS
+        while _group_runs(self.popen.pid) and time.monotonic() < deadline:
+            with suppress(ProcessLookupError):
+                os.killpg(self.popen.pid, signal.SIGKILL)
+            time.sleep(0.05)
         self.popen.wait()
         self._output.close()
+        self._end = self._end or self.log.stat().st_size
 
 
 class Benchmark:
@@ -100,17 +136,34 @@ class Benchmark:
         sizes = SMALL if options.geometry == "tiny" else LARGE
         self.sizes = sizes | ({"num_samples": options.samples} if options.samples else {})
         self.started = time.monotonic()
+        self.deadline = self.started + options.seconds
         self.commands: list[Command] = []
-        self.results: dict[str, Any] = {}
+        self.results: dict[str, Any] = {"failures": []}
+        self._calibrated: Path | None = None
         for path in (self.folder, self.ram):
             path.mkdir(parents=True, exist_ok=True)
+
+    def run(self, phase: str) -> None:
+        """One phase; what keeps it from going on is noted, and raised only where no time is left for others."""
+        self.say(f"phase {phase}")
+        self._of_phase: dict[str, Command] = {}
+        try:
+            getattr(self, phase)()
+        except Failed as failure:
+            self.results["failures"].append(f"{phase}: {failure}")
+            self.say(f"phase {phase} failed: {failure}")
+            print("\n".join(command.tail() for command in self._of_phase.values()), flush=True)
+            if isinstance(failure, OutOfTime):
+                raise
+        finally:
+            self.clear()
 
     def say(self, text: str) -> None:
         print(f"{time.monotonic() - self.started:6.0f} s  {text}", flush=True)
 
     def prepare(self) -> None:
         """The target and the conversations."""
-        geometry, device = self.options.geometry, "cpu"
+        geometry, device, maker = self.options.geometry, "cpu", None
         if not self.options.extract_gpus.startswith("cpu"):
             device = "cuda"
         self.target = self.options.target
@@ -119,16 +172,19 @@ class Benchmark:
             dtype = "float32" if geometry == "tiny" else "bfloat16"
             script = Path(__file__).with_name("random_target.py")  # its own process: this one must hold no GPU
             words = [self.target, "--geometry", geometry, "--device", device, "--dtype", dtype]
-            subprocess.run([sys.executable, str(script), *words], check=True, stdout=subprocess.DEVNULL)
-        self.data = self.folder / "samples.parquet"
+            maker = subprocess.Popen([sys.executable, str(script), *words], stdout=subprocess.DEVNULL)
+        num_samples, longest = self.sizes["num_samples"], self.sizes["longest"]
+        self.data = self.folder / f"samples-{num_samples}-{longest}.parquet"
         if not self.data.exists():
-            num_samples, longest = self.sizes["num_samples"], self.sizes["longest"]
             make_samples(self.data, draw_lengths(num_samples, longest=longest, median_tokens=longest // 4))
+        if maker is not None and maker.wait() != 0:
+            raise SystemExit("the target could not be made")
         self.say(f"target {self.target}, {self.sizes['num_samples']:,} conversations, in memory: {self.ram}")
 
     def start(self, name: str, *words: object) -> Command:
         command = Command(name, self.folder / f"{name}.log", words)
         self.commands.append(command)
+        self._of_phase[name] = command
         return command
 
     def extract(self, name: str, gpus: str, store: Path, *more: object) -> Command:
@@ -146,9 +202,8 @@ class Benchmark:
         words += ["--sample-cache", self.folder / "cache", "--encoding", self.options.encoding, "--log-json"]
         words += ["--batch-tokens", self.sizes["batch_tokens"], "--segment-seconds", self.options.segment_seconds]
         words += ["--calibration-tokens", self.sizes.get("calibration", 65_536), *self._allow_busy(gpus), *more]
-        first = self.ram / "one.zarr"
-        if store != first and first.exists():
-            words += ["--calibration-from", first]
+        if self._calibrated is not None and store != self._calibrated:
+            words += ["--calibration-from", self._calibrated]
         return self.start(name, *words)
 
     def train(self, name: str, gpus: str, store: Path, *more: object) -> Command:
@@ -160,7 +215,7 @@ class Benchmark:
         words: list[object] = ["train-drafter", "--store", store, "--run", run, "--gpus", gpus, "--steps", 100_000]
         words += ["--row-tokens", self.sizes["row_tokens"], "--anchors", self.sizes["anchors"], "--log-every", 5]
         words += ["--rows-per-step", self.options.rows_per_step, "--evaluate-every", 100_000, "--holdout", 0.01]
-        words += ["--keep", 1, "--log-json", *self._allow_busy(gpus)]
+        words += ["--evaluate-rows", 6, "--keep", 1, "--log-json", *self._allow_busy(gpus)]
         if self.options.geometry == "tiny":
             words += ["--num-layers", 1, "--block-size", 4]
         return self.start(name, *words, *more)
@@ -169,28 +224,43 @@ class Benchmark:
         # what the last phase held may take a moment to go
         return [] if gpus.startswith("cpu") else ["--allow-busy-gpus"]
 
+    def check(self) -> None:
+        """Raise Failed where a command has ended: none does by itself."""
+        for command in self.commands:
+            if (status := command.popen.poll()) is not None:
+                why = "give more --samples" if status == 0 else "see its log"
+                raise Failed(f"{command.name} ended with status {status}: {why}")
+
     def wait(self, what: str, done: Callable[[], bool], seconds: float = 240) -> None:
+        """Until something is so; Failed where a command ends first, or it takes too long."""
         deadline = time.monotonic() + seconds
         while not done():
-            for command in self.commands:
-                command.check()
+            self.check()
+            if time.monotonic() > self.deadline:
+                raise OutOfTime(f"the time is up, waiting for: {what}")
             if time.monotonic() > deadline:
-                raise SystemExit(f"no {what} within {seconds:.0f} s; logs are in {self.folder}")
+                raise Failed(f"not within {seconds:.0f} s: {what}")
             time.sleep(0.2)
         self.say(what)
 
+    def pause(self, seconds: float) -> None:
+        """Let the commands run so long."""
+        until = time.monotonic() + seconds
+        self.wait(f"{seconds:.0f} s are over", lambda: time.monotonic() >= until, seconds + 1)
+
     def end(self, command: Command, wait: bool = False) -> None:
         """Kill a command, or wait until it ends by itself, and forget it."""
-        if wait:
-            command.popen.wait()
-        command.kill()
         self.commands.remove(command)
+        try:
+            if wait:
+                self.wait(f"{command.name} has ended", lambda: command.popen.poll() is not None, END_SECONDS)
+        finally:
+            command.kill()
 
     def clear(self) -> None:
         for command in self.commands:
             command.kill()
         self.commands.clear()
-        time.sleep(1.0)
 
     # -- what is measured ----------------------------------------------------------------------------------------------
 
@@ -200,7 +270,7 @@ class Benchmark:
         return bool(events) and all(worker["num_tokens"] >= least for worker in events[-1]["workers"])
 
     def extract_rate(self, command: Command, began: float) -> dict[str, Any]:
-        """Tokens/s between the first and the last progress line since `began`, in all and by worker."""
+        """Tokens/s between the last progress line before `began` and the newest one, in all and by worker."""
         events = command.events("progress")
         before = [values for values in events if values["at"] < began and values["workers"]]
         events = before[-1:] + [values for values in events if values["at"] >= began]
@@ -217,24 +287,21 @@ class Benchmark:
 
     def steps(self, command: Command) -> list[dict[str, Any]]:
         """Training steps of a run so far, from its metrics."""
-        run = Path(command.words[command.words.index("--run") + 1])
-        path = run / "metrics.jsonl"
+        path = command.option("--run") / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         values = [json.loads(line) for line in lines if line.endswith("}")]
         return [line for line in values if line["kind"] == "train"]
 
-    def train_rate(self, command: Command) -> dict[str, Any]:
-        """Rows/s and shares of waiting over the steps after the first few."""
-        steps = self.steps(command)[SKIPPED_STEPS:]
+    def train_rate(self, command: Command, first: int = SKIPPED_STEPS) -> dict[str, Any]:
+        """Rows/s and shares of waiting over the steps after the first few, or those given."""
+        steps = [line for line in self.steps(command)[first:] if line["tokens"]]
         if len(steps) < 3:
             return {"rows_per_second": None, "wait_share": None, "steps": len(steps)}
-        seconds = [line["tokens"] / line["tokens_per_second"] for line in steps if line["tokens"]]
-        reading = sum(line["wait_share"] * one for line, one in zip(steps, seconds, strict=False))
+        seconds = [line["tokens"] / line["tokens_per_second"] for line in steps]
+        reading = sum(line["wait_share"] * one for line, one in zip(steps, seconds, strict=True))
         store = sum(line.get("store_wait_seconds", 0.0) for line in steps)
         whole = sum(seconds) + store
-        compiled = re.findall(
-            r"compiled \d+ graphs in \d+ s, \d+ recompilations", command.log.read_text(errors="replace")
-        )
+        compiled = re.findall(r"compiled \d+ graphs in \d+ s, \d+ recompilations", command.output())
         return {
             "rows_per_second": len(steps) * self.options.rows_per_step / whole,
             "tokens_per_second": sum(line["tokens"] for line in steps) / whole,
@@ -251,108 +318,185 @@ class Benchmark:
         first = _first(self.options.extract_gpus)
         command = self.extract("one", first, self.ram / "one.zarr", "--segment-bytes", self.options.segment_bytes)
         self.wait("one GPU extracts", lambda: self.all_run(command))
+        self._calibrated = self.ram / "one.zarr"
         began = time.time()
-        time.sleep(self.options.window)
+        self.pause(self.options.window)
         self.results["one"] = self.extract_rate(command, began)
         self.wait("its store has segments", lambda: len(_segments(self.ram / "one.zarr")) >= 2)
-        self.clear()
 
     def all(self) -> None:
+        self._need_one()
         trainer = self.train("train-one", _first(self.options.train_gpus), self.ram / "one.zarr")
         command = self.extract("all", self.options.extract_gpus, self.ram / "all.zarr")
         self.wait("all GPUs extract", lambda: self.all_run(command))
         began = time.time()
-        time.sleep(self.options.window)
+        self.pause(self.options.window)
         self.results["all"] = self.extract_rate(command, began)
         self.end(command)
-        self.wait("one GPU trains", lambda: len(self.steps(trainer)) >= SKIPPED_STEPS + 6)
+        self.wait("one GPU trains", lambda: len(self.steps(trainer)) >= SKIPPED_STEPS + WINDOW_STEPS)
         self.results["train_one"] = self.train_rate(trainer)
         self.clear()
         shutil.rmtree(self.ram / "all.zarr", ignore_errors=True)
 
     def trainers(self) -> None:
+        self._need_one()
         trainer = self.train("train-all", self.options.train_gpus, self.ram / "one.zarr")
-        self.wait("all trainers train", lambda: len(self.steps(trainer)) >= SKIPPED_STEPS + 1)
-        time.sleep(self.options.window)
-        self.wait("enough steps", lambda: len(self.steps(trainer)) >= SKIPPED_STEPS + 6)
+        self.wait("all trainers train", lambda: len(self.steps(trainer)) > SKIPPED_STEPS)
+        self.pause(self.options.window)
+        self.wait("enough steps", lambda: len(self.steps(trainer)) >= SKIPPED_STEPS + WINDOW_STEPS)
         self.results["train_all"] = self.train_rate(trainer)
-        self.clear()
+
+    def _need_one(self) -> None:
+        if not _segments(self.ram / "one.zarr"):
+            raise Failed("there is no store of phase `one`")
 
     def both(self) -> None:
-        self.results["both"] = self._both("both", self.options.extract_gpus, self.options.train_gpus, kills=True)
+        self._both("both", self.options.extract_gpus, self.options.train_gpus, kills=True)
 
     def swapped(self) -> None:
-        self.results["swapped"] = self._both("swapped", self.options.train_gpus, self.options.extract_gpus, kills=False)
+        self._both("swapped", self.options.train_gpus, self.options.extract_gpus, kills=False)
 
-    def _both(self, name: str, extract_gpus: str, train_gpus: str, kills: bool) -> dict[str, Any]:
+    def _both(self, name: str, extract_gpus: str, train_gpus: str, kills: bool) -> None:
+        result = self.results[name] = {}
         store = self.folder / f"{name}.zarr"
-        words = ["--follow", "--save-every", self.options.save_every]
-        extract = self.extract(f"{name}-extract", extract_gpus, store, "--segment-bytes", self.options.segment_bytes)
-        self.wait("the extract runs", lambda: self.all_run(extract))
-        ahead = time.monotonic() + self.options.ahead
-        self.wait("the store has segments", lambda: bool(_segments(store)))
-        time.sleep(max(0.0, ahead - time.monotonic()))
-        trainer = self.train(f"{name}-train", train_gpus, store, *words)
-        self.wait("the trainers follow", lambda: len(self.steps(trainer)) >= SKIPPED_STEPS + 1)
-        watch = Watch(store)
+        starts: list[Command] = []  # of the extract
+        watch = Watch()
+        try:
+            self._run_both(result, name, extract_gpus, train_gpus, store, starts, kills)
+        finally:
+            result["gpu_memory_bytes"] = watch.stop()
+            self._compare(result, starts, store)
+            if store == self._calibrated:  # whose calibration the next phase takes
+                for segment in _segments(store):
+                    shutil.rmtree(segment)
+            else:
+                shutil.rmtree(store, ignore_errors=True)
+
+    def _run_both(
+        self,
+        result: dict[str, Any],
+        name: str,
+        extract_gpus: str,
+        train_gpus: str,
+        store: Path,
+        starts: list[Command],
+        kills: bool,
+    ) -> None:
         began = time.time()
-        time.sleep(self.options.window)
-        self.wait("enough steps", lambda: len(self.steps(trainer)) >= SKIPPED_STEPS + 6)
-        result = {
-            "extract": self.extract_rate(extract, began),
-            "train": self.train_rate(trainer),
-            **watch.stop(),
-        }
+        extract = self.extract(f"{name}-extract", extract_gpus, store, "--segment-bytes", self.options.segment_bytes)
+        starts.append(extract)
+        words = (f"{name}-train", train_gpus, store, "--follow", "--save-every", self.options.save_every)
+        if not self.options.ahead:
+            trainer = self.train(*words)  # it waits for the store
+        self.wait("the extract runs", lambda: self.all_run(extract))
+        self._calibrated = self._calibrated or store
+        runs = time.time()
+        result["extract_start_seconds"] = runs - began
+        if self.options.ahead:
+            self.pause(self.options.ahead)
+            self.wait("the store has segments", lambda: bool(_segments(store)))
+            trainer = self.train(*words)
+        self.wait("the trainers follow", lambda: len(self.steps(trainer)) >= 1)
+        result["ahead_seconds"] = time.time() - runs
+        result["extract_before"] = self.extract_rate(extract, runs)
+        self.wait("their first steps are done", lambda: len(self.steps(trainer)) > SKIPPED_STEPS)
+        began, num_steps, num_bytes = time.time(), len(self.steps(trainer)), _size(store)
+        self.pause(self.options.window)
+        self.wait("enough steps", lambda: len(self.steps(trainer)) >= num_steps + WINDOW_STEPS)
+        result["extract"] = self.extract_rate(extract, began)
+        result["train"] = self.train_rate(trainer, num_steps)
+        result["store_bytes_per_second"] = (_size(store) - num_bytes) / (time.time() - began)
         if kills:
-            result |= self._kill_both(extract, trainer, f"{name}-train", train_gpus, store, words)
-        self.clear()
-        reader = StoreReader(store)
-        result |= {"samples": len(reader.samples), "doubled": reader.num_duplicates}
-        del reader
-        shutil.rmtree(store, ignore_errors=True)
-        return result
+            extract, trainer = self._kill_both(result, extract, trainer, words, starts)
+        if self.options.finish:
+            self.end(trainer)
+            self.commands.remove(extract)
+            self.wait("the extract has ended", lambda: extract.popen.poll() is not None, math.inf)
+            result["finished"] = extract.popen.returncode == 0
+            extract.kill()
 
     def _kill_both(
-        self, extract: Command, trainer: Command, name: str, gpus: str, store: Path, words: Sequence[object]
-    ) -> dict[str, Any]:
-        """Kill a rank and a worker with -9: the other stage runs on, and what is started again goes on."""
-        run = self.ram / f"run-{name}" / "checkpoints"
-        self.wait("a checkpoint", lambda: any(run.glob("step-*")))
+        self,
+        result: dict[str, Any],
+        extract: Command,
+        trainer: Command,
+        words: tuple[Any, ...],
+        starts: list[Command],
+    ) -> tuple[Command, Command]:
+        """Kill a process of each stage with -9: the other stage runs on, and what is started again goes on."""
+        self.wait("there is a checkpoint", lambda: any((trainer.option("--run") / "checkpoints").glob("step-*")))
+        result |= dict.fromkeys(PROOFS[:3], False)
         os.kill(trainer.children()[-1], signal.SIGKILL)
-        self.end(trainer, wait=True)
-        before = extract.events("progress")[-1]["num_tokens"]
-        died_at = len(self.steps(trainer))
-        again = self.train(name, gpus, store, *words)
-        self.wait("a rank was killed, the trainer goes on", lambda: len(self.steps(again)) > died_at, 300)
-        extract_went_on = extract.events("progress")[-1]["num_tokens"] > before
-        resumed = "going on from" in again.log.read_text(errors="replace")
-        num_steps = len(self.steps(again))
-        workers = extract.children()
-        killed_at = time.time()
+        self.end(trainer, wait=True)  # one rank's death ends the run
+        num_tokens, num_steps = extract.events("progress")[-1]["num_tokens"], len(self.steps(trainer))
+        trainer = self.train(*words)
+        self.wait(
+            "a rank was killed, the extract goes on", lambda: extract.events("progress")[-1]["num_tokens"] > num_tokens
+        )
+        result["extract_went_on_without_trainer"] = True
+        self.wait("the trainer, started again, goes on", lambda: len(self.steps(trainer)) > num_steps)
+        result["trainer_resumed"] = "going on from" in trainer.output()
+        num_steps, workers = len(self.steps(trainer)), extract.children()
         os.kill(workers[-1], signal.SIGKILL)
-        self.wait("a worker was killed, the trainer goes on", lambda: len(self.steps(again)) > num_steps + 3)
-        others = True
-        if len(workers) > 1:
-            later = killed_at + 6
-            self.wait("the other workers go on", lambda: extract.events("progress")[-1]["at"] > later)
-            others = extract.popen.poll() is None
-        else:  # its only worker: the command ends, and starting it again goes on
+        if len(workers) == 1:
             self.end(extract, wait=True)
-            again_extract = self.start("again-extract", *extract.words)
-            self.wait("the extract goes on", lambda: self.all_run(again_extract))
-        return {
-            "extract_went_on_without_trainer": extract_went_on,
-            "trainer_resumed": resumed,
-            "extract_went_on_without_worker": others,
-        }
+        else:
+            result["other_workers_went_on"] = False
+            after = [_tokens(extract, index) for index in range(len(workers) - 1)]
+            self.wait(
+                "a worker was killed, the others go on",
+                lambda: all(_tokens(extract, index) > tokens for index, tokens in enumerate(after)),
+            )
+            result["other_workers_went_on"] = True
+            self.end(extract)
+        extract = self.start(extract.name, *extract.words)
+        starts.append(extract)
+        self.wait("no extract runs, the trainer goes on", lambda: len(self.steps(trainer)) > num_steps + 3)
+        result["trainer_went_on_without_extract"] = not extract.events("progress")
+        self.wait("the extract, started again, goes on", lambda: self.all_run(extract))
+        result["extract_resumed"] = True
+        result["train_beside_start"] = self.train_rate(trainer, num_steps)
+        result["steps_in_order"] = self._in_order(trainer)
+        return extract, trainer
+
+    def _in_order(self, trainer: Command) -> bool:
+        """Whether metrics.jsonl has every step once."""
+        steps = [line["step"] for line in self.steps(trainer)]
+        return steps == list(range(1, len(steps) + 1))
+
+    def _compare(self, result: dict[str, Any], starts: Sequence[Command], store: Path) -> None:
+        """Kill what still writes, and hold the store against what its extracts said they had committed."""
+        self.commands = [command for command in self.commands if command not in starts]
+        for command in starts:
+            command.kill()
+        if not _segments(store):
+            return
+        progress = [command.events("progress")[-1:] for command in starts]
+        committed = sum(values["num_committed"] for found in progress for values in found)
+        reader = StoreReader(store)
+        result["samples"], result["doubled"] = len(reader.samples), reader.num_duplicates
+        wanted = self.sizes["num_samples"] if result.get("finished") else committed
+        result["lost"] = max(0, wanted - len(reader.samples))
+        if time.monotonic() + VERIFY_SECONDS < self.deadline:
+            result["damaged"] = len(verify_store(store).problems)
+            self.say(f"{len(reader.samples):,} samples stored, {committed:,} were reported, every byte is checked")
+
+
+PROOFS = (
+    "extract_went_on_without_trainer",
+    "trainer_resumed",
+    "trainer_went_on_without_extract",
+    "other_workers_went_on",
+    "extract_resumed",
+    "steps_in_order",
+    "finished",
+)
 
 
 class Watch:
-    """GPU memory, and bytes that reach the store, from its start to `stop`."""
+    """The most memory that each GPU had in use, from now to `stop`."""
 
-    def __init__(self, store: Path) -> None:
-        self._store, self._began = store, time.monotonic()
-        self._bytes = _size(store)
+    def __init__(self) -> None:
         self._memory: dict[int, int] = {}
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -371,14 +515,24 @@ class Watch:
                 used = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
                 self._memory[index] = max(used, self._memory.get(index, 0))
 
-    def stop(self) -> dict[str, Any]:
+    def stop(self) -> dict[str, int]:
         self._done.set()
         self._thread.join()
-        seconds = time.monotonic() - self._began
-        return {
-            "gpu_memory_bytes": {str(index): used for index, used in sorted(self._memory.items())},
-            "store_bytes_per_second": (_size(self._store) - self._bytes) / seconds,
-        }
+        return {str(index): used for index, used in sorted(self._memory.items())}
+
+
+def _group_runs(group: int) -> bool:
+    """Whether a process of a session that we started is left."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _parent, number = path.read_text().rpartition(")")[2].split()[:3]
+            if int(number) == group and state != "Z":
+                return True
+    return False
+
+
+def _tokens(extract: Command, worker: int) -> int:
+    return int(extract.events("progress")[-1]["workers"][worker]["num_tokens"])
 
 
 def _first(gpus: str) -> str:
@@ -454,21 +608,34 @@ def table(results: dict[str, Any], options: argparse.Namespace) -> str:
     for name, extract_gpus, train_gpus in sets:
         if (found := results.get(name)) is None:
             continue
-        extract, train = found["extract"], found["train"]
-        add(f"{name}: extract", extract_gpus, extract["tokens_per_second"], "tokens/s", extract_one, None)
-        add(f"{name}: train --follow", train_gpus, train["rows_per_second"], "rows/s", rows_one, train["wait_share"])
-        rate, disk = found["store_bytes_per_second"], results["disk_bytes_per_second"]
-        lines.append(
-            f"| {name}: written to the store | – | {format_bytes(rate)}/s | {rate / disk:.0%} of the disk | – |"
-        )
-        memory = found["gpu_memory_bytes"]
-        if memory:
+        before, beside = found.get("extract_before", {}), found.get("extract", {})
+        train, again = found.get("train", {}), found.get("train_beside_start", {})
+        alone = before.get("tokens_per_second")
+        add(f"{name}: extract, before the first step", extract_gpus, alone, "tokens/s", extract_one, None)
+        base = extract_one or alone
+        add(f"{name}: extract", extract_gpus, beside.get("tokens_per_second"), "tokens/s", base, None)
+        rows = train.get("rows_per_second")
+        add(f"{name}: train --follow", train_gpus, rows, "rows/s", rows_one, train.get("wait_share"))
+        if again:
+            rate, waiting = again["rows_per_second"], again["wait_share"]
+            add(f"{name}: the same while extract starts again", train_gpus, rate, "rows/s", rows_one or rows, waiting)
+        if "ahead_seconds" in found:
+            lines.append(f"| {name}: store ahead of the first step | – | {found['ahead_seconds']:.0f} s | – | – |")
+        if (rate := found.get("store_bytes_per_second")) is not None:
+            share = rate / results["disk_bytes_per_second"]
+            lines.append(f"| {name}: written to the store | – | {format_bytes(rate)}/s | {share:.0%} of the disk | – |")
+        if memory := found.get("gpu_memory_bytes"):
             used = ", ".join(f"{index}: {format_bytes(size)}" for index, size in memory.items())
             lines.append(f"| {name}: GPU memory | {used} | – | – | – |")
-        lines.append(f"| {name}: compiled | {train.get('compiled') or 'nothing: CPU'} | – | – | – |")
-        lines.append(f"| {name}: samples stored, doubled | – | {found['samples']:,}, {found['doubled']} | – | – |")
-        kills = [key for key in found if "went_on" in key or "resumed" in key]
-        lines += [f"| {name}: {key.replace('_', ' ')} | – | {'yes' if found[key] else 'NO'} | – | – |" for key in kills]
+        if train:
+            lines.append(f"| {name}: compiled | {train.get('compiled') or 'nothing: CPU'} | – | – | – |")
+        if "samples" in found:
+            counts = f"{found['samples']:,}, {found['lost']}, {found['doubled']}, {found.get('damaged', 'not read')}"
+            lines.append(f"| {name}: samples stored, lost, doubled, problems | – | {counts} | – | – |")
+        proofs = [key for key in PROOFS if key in found]
+        lines += [
+            f"| {name}: {key.replace('_', ' ')} | – | {'yes' if found[key] else 'NO'} | – | – |" for key in proofs
+        ]
     return "\n".join(lines)
 
 
@@ -488,35 +655,56 @@ def main() -> None:
     parser.add_argument("--rows-per-step", type=int, default=6)
     parser.add_argument("--samples", type=int, help="conversations; must last for all windows")
     parser.add_argument("--window", type=float, default=25.0, help="seconds")
-    parser.add_argument("--ahead", type=float, default=30.0, help="seconds that the extract is ahead of its trainer")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="end then, with what was measured")
+    parser.add_argument(
+        "--ahead",
+        type=float,
+        default=30.0,
+        help="seconds that the extract runs before its trainer is started; 0: both are started at once",
+    )
     parser.add_argument("--segment-seconds", type=float, default=10.0)
     parser.add_argument("--segment-bytes", type=int, default=500_000_000)
     parser.add_argument("--save-every", type=int, default=20, help="steps between checkpoints of `both`")
-    parser.add_argument("--phases", default=",".join(PHASES))
+    parser.add_argument("--phases", help=f"default: {','.join(PHASES)}; of one GPU and one: {','.join(PHASES[3:])}")
+    parser.add_argument("--finish", action="store_true", help="let the extract of `both` and `swapped` end")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--keep", action="store_true", help="leave what was written; logs always stay")
     options = parser.parse_args()
+    num_gpus = {"extract": _count(options.extract_gpus), "train": _count(options.train_gpus)}
+    phases = options.phases.split(",") if options.phases else PHASES if max(num_gpus.values()) > 1 else PHASES[3:]
+    if not set(phases) <= set(PHASES):
+        parser.error(f"--phases are {', '.join(PHASES)}")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(f"stopped by signal {number}"))  # and clean up
     benchmark = Benchmark(options)
     results = benchmark.results
-    num_bytes = 64 << 20 if options.geometry == "tiny" else 4 << 30
-    results["disk_bytes_per_second"] = disk_rate(options.folder, num_bytes)
     results["machine"] = {"python": platform.python_version(), "cpus": os.cpu_count()}
-    results["gpus"] = {"extract": _count(options.extract_gpus), "train": _count(options.train_gpus)}
+    results["gpus"] = num_gpus
     results["options"] = {name: str(value) for name, value in vars(options).items()}
     try:
+        results["disk_bytes_per_second"] = disk_rate(
+            options.folder, 64 << 20 if options.geometry == "tiny" else 2 << 30
+        )
         benchmark.prepare()
-        for phase in options.phases.split(","):
-            benchmark.say(f"phase {phase}")
-            getattr(benchmark, phase)()
-            results["seconds"] = time.monotonic() - benchmark.started
-            if options.json is not None:
-                options.json.write_text(json.dumps(results, indent=2) + "\n")
+        for phase in phases:
+            benchmark.run(phase)
+            write(results, benchmark)
+    except OutOfTime:
+        pass  # noted
     finally:
         benchmark.clear()
+        write(results, benchmark)
         if not options.keep:
             shutil.rmtree(benchmark.ram, ignore_errors=True)
-    print(table(results, options))
+        print(table(results, options), flush=True)
+    if results["failures"]:
+        raise SystemExit("\n".join(results["failures"]))
+
+
+def write(results: dict[str, Any], benchmark: Benchmark) -> None:
+    """The numbers so far, where they were asked for."""
+    results["seconds"] = time.monotonic() - benchmark.started
+    if benchmark.options.json is not None:
+        benchmark.options.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":
