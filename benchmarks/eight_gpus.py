@@ -425,7 +425,7 @@ class Benchmark:
     ) -> tuple[Command, Command]:
         """Kill a process of each stage with -9: the other stage runs on, and what is started again goes on."""
         self.wait("there is a checkpoint", lambda: any((trainer.option("--run") / "checkpoints").glob("step-*")))
-        result |= dict.fromkeys(PROOFS[:3], False)
+        result |= dict.fromkeys(PROOFS[:3])  # None: not reached
         os.kill(trainer.children()[-1], signal.SIGKILL)
         self.end(trainer, wait=True)  # one rank's death ends the run
         num_tokens, num_steps = extract.events("progress")[-1]["num_tokens"], len(self.steps(trainer))
@@ -441,7 +441,7 @@ class Benchmark:
         if len(workers) == 1:
             self.end(extract, wait=True)
         else:
-            result["other_workers_went_on"] = False
+            result["other_workers_went_on"] = None
             after = [_tokens(extract, index) for index in range(len(workers) - 1)]
             self.wait(
                 "a worker was killed, the others go on",
@@ -595,6 +595,8 @@ def table(results: dict[str, Any], options: argparse.Namespace) -> str:
     lines = ["| what | GPUs | rate | against one | waiting |", "|---|---|---|---|---|"]
 
     def add(what: str, gpus: str, rate: float | None, unit: str, base: float | None, waiting: float | None) -> None:
+        if rate is None:
+            return
         share = "–" if waiting is None else f"{waiting:.1%}"
         lines.append(f"| {what} | {gpus} | {_number(rate)} {unit} | {_ratio(rate, base)} | {share} |")
 
@@ -632,10 +634,9 @@ def table(results: dict[str, Any], options: argparse.Namespace) -> str:
         if "samples" in found:
             counts = f"{found['samples']:,}, {found['lost']}, {found['doubled']}, {found.get('damaged', 'not read')}"
             lines.append(f"| {name}: samples stored, lost, doubled, problems | – | {counts} | – | – |")
+        said = {True: "yes", False: "NO", None: "not reached"}
         proofs = [key for key in PROOFS if key in found]
-        lines += [
-            f"| {name}: {key.replace('_', ' ')} | – | {'yes' if found[key] else 'NO'} | – | – |" for key in proofs
-        ]
+        lines += [f"| {name}: {key.replace('_', ' ')} | – | {said[found[key]]} | – | – |" for key in proofs]
     return "\n".join(lines)
 
 
