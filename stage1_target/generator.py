@@ -11,7 +11,8 @@ Shapes: B batch, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -30,6 +31,7 @@ from dflash_train.stage1_target.tokenization import ChatRenderer
 logger = logging.getLogger(__name__)
 
 OPENING, CLOSING = "<think>", "</think>"
+_SAY_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,15 @@ class Generate:
 
     number: int
     dialogues: list[Dialogue]
+
+
+@dataclass(frozen=True)
+class Generating:
+    """Worker: how far the answers under way are."""
+
+    num_answers: int
+    num_tokens: int
+    """Of the longest so far."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +64,45 @@ def run_generator(connection: Connection, config: RegenerateConfig, device: str)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         logger.info("Loading %s on %s.", config.target.name, device)
-        generator = Generator(load_target(config.target, (0,), device), config)
+        said = time.monotonic()
+
+        def watch(num_answers: int, num_tokens: int) -> None:
+            nonlocal said
+            if connection.poll():  # a worker is dealt one batch at a time, so this is the end
+                raise Dropped
+            if time.monotonic() - said >= _SAY_SECONDS:
+                said = time.monotonic()
+                connection.send(Generating(num_answers, num_tokens))
+
+        generator = Generator(load_target(config.target, (0,), device), config, watch)
         connection.send(messages.Loaded())
         while isinstance(command := connection.recv(), Generate):
-            connection.send(Generated(command.number, generator.run(command.dialogues)))
+            try:
+                outcomes = generator.run(command.dialogues)
+            except Dropped:
+                logger.info("Stopped; %d conversations under way are dropped.", len(command.dialogues))
+                continue
+            connection.send(Generated(command.number, outcomes))
     except InputError as error:
         logger.error("%s", error)
         connection.send(messages.Failed(error))
         raise SystemExit(1) from error
+
+
+class Dropped(Exception):
+    """The run ends before the answers under way do."""
+
+
+class Watcher:
+    """A logits processor that changes nothing: it tells before every step how far the answers are."""
+
+    def __init__(self, watch: Callable[[int, int], None], prompt_length: int) -> None:
+        self._watch, self._prompt_length = watch, prompt_length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """input_ids [B, length], scores [B, V] → scores; nothing here waits for the device."""
+        self._watch(input_ids.shape[0], input_ids.shape[1] - self._prompt_length)
+        return scores
 
 
 class SeededChoice:
@@ -92,7 +134,14 @@ class SeededChoice:
 class Generator:
     """A loaded target that answers."""
 
-    def __init__(self, target: Target, config: RegenerateConfig) -> None:
+    def __init__(
+        self,
+        target: Target,
+        config: RegenerateConfig,
+        watch: Callable[[int, int], None] = lambda num_answers, num_tokens: None,
+    ) -> None:
+        """`watch` gets the number of answers and of their tokens before every step; what it raises ends `run`."""
+        self._watch = watch
         self._target, self._config = target, config
         self._renderer = ChatRenderer(target.tokenizer, config.chat_template_arguments)
         self._stop_ids = stop_token_ids(target)
@@ -162,7 +211,8 @@ class Generator:
 
     def _new_tokens(self, prompts: list[tuple[Exchange, str, list[int]]], limit: int) -> list[list[int]]:
         """New token ids of each prompt, with padding where a row ended before others."""
-        config, processors = self._config, []
+        config, longest = self._config, max(len(ids) for _, _, ids in prompts)
+        processors: list[Any] = [Watcher(self._watch, longest)]
         if config.temperature > 0:
             seeds = [exchange.dialogue.seed(config.seed, exchange.num_answers) for exchange, _text, _ids in prompts]
             processors.append(SeededChoice(config, seeds, limit))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections import deque
@@ -16,11 +17,14 @@ from dflash_train.stage1_target import messages
 from dflash_train.stage1_target.answering import Run
 from dflash_train.stage1_target.dialogue import Dialogue
 from dflash_train.stage1_target.events import Note
-from dflash_train.stage1_target.generator import Generate, Generated
+from dflash_train.stage1_target.generator import Generate, Generated, Generating
 from dflash_train.units import format_count
 
 WINDOW_BATCHES = 16
 """Batches of like length are cut from this many at a time, so that little is padding and memory stays small."""
+
+SAY_SECONDS = 10.0
+"""At least, between two lines about answers under way, however many workers there are."""
 
 
 @dataclass
@@ -61,6 +65,7 @@ def run_generators(run: Run, pending: Iterator[Dialogue], stop: threading.Event)
     dealt: dict[Process, Batch | None] = {}  # what each loaded worker answers
     fatal: InputError | None = None
     finishing = exhausted = False
+    said = -math.inf
 
     with start_processes(
         "dflash_train.stage1_target.generator.run_generator",
@@ -77,7 +82,7 @@ def run_generators(run: Run, pending: Iterator[Dialogue], stop: threading.Event)
                 dealt[process] = batch
                 process.send(Generate(batch.number, batch.dialogues))
             if stop.is_set() and not finishing:
-                run.report(Note("stopping: answers under way are waited for; Ctrl-C once more to drop them"))
+                run.report(Note("stopping: batches under way are dropped, and asked again by the next run"))
             done = exhausted and not again and not any(dealt.values())
             if not finishing and (stop.is_set() or done or fatal is not None):
                 finishing = True
@@ -89,6 +94,13 @@ def run_generators(run: Run, pending: Iterator[Dialogue], stop: threading.Event)
                         dealt[process] = None
                         if not run.num_tokens:
                             run.started = time.monotonic()
+                    case Generating(num_answers, num_tokens):
+                        if time.monotonic() - said >= SAY_SECONDS:
+                            said = time.monotonic()
+                            answers = format_count(num_answers, "answer")
+                            run.report(
+                                Note(f"{answers} under way: {num_tokens:,} of at most {config.max_new_tokens:,} tokens")
+                            )
                     case Generated(number, outcomes):
                         batch = dealt[process]
                         assert batch is not None and batch.number == number, "a worker answers what it was dealt"
