@@ -12,7 +12,7 @@ Makes a target of a named geometry with random weights in --ram, and samples of 
 All rates count real tokens, not padding. A command's rate is that of its worker from its second batch to its last, as
 its log has it: without imports, loading, calibration and compilation, which «whole» includes; «with last commit» adds the
 time from the last batch to the end of the last commit. There are as many samples as the bare forward runs in --seconds;
-stores are deleted after each variant. What has not begun within --budget seconds is left out, and said so.
+a command on several GPUs gets three times as many each. Stores are deleted after each variant. What has not begun within --budget seconds is left out, and said so.
 """
 
 from __future__ import annotations
@@ -148,14 +148,21 @@ def rate(
 
 
 def run_extract(
-    given: argparse.Namespace, work: Path, encoding: str, store: Path, calibration: Path | None, gpus: str = "0"
+    given: argparse.Namespace,
+    work: Path,
+    samples: Path,
+    encoding: str,
+    store: Path,
+    calibration: Path | None,
+    gpus: str = "0",
 ) -> dict[str, Any]:
     """Run the command and read its workers' logs; of several, rates are added and the rest is the first one's."""
-    logs = work / f"logs-{store.name}"
+    logs = work / f"logs-{store.name}-{gpus}"
+    devices = gpus if given.device == "cuda" else f"cpu:{len(gpus.split(','))}"
     command = [
         *(sys.executable, "-m", "dflash_train.cli", "extract", "--target", str(work / "target")),
-        *("--data", str(work / "samples.parquet"), "--sample-cache", str(work / "samples"), "--store", str(store)),
-        *("--encoding", encoding, "--gpus", gpus if given.device == "cuda" else "cpu", "--log-folder", str(logs)),
+        *("--data", str(samples), "--sample-cache", str(work / "samples"), "--store", str(store)),
+        *("--encoding", encoding, "--gpus", devices, "--log-folder", str(logs)),
         *("--batch-tokens", str(given.batch_tokens), "--max-tokens", str(given.max_tokens), "--seed", str(given.seed)),
         *("--calibration-tokens", str(given.calibration_tokens), "--allow-busy-gpus"),
         *("--compile-target",) * given.compile,
@@ -265,7 +272,8 @@ def measure(given: argparse.Namespace, work: Path, ram: Path) -> dict[str, Any]:
     forwards = result["forwards"] = json.loads((work / "forwards.json").read_text())
     print(json.dumps(forwards), flush=True)
     lengths = lengths_of(forwards["num_tokens"], given.max_tokens, given.seed)
-    make_samples(work / "samples.parquet", lengths, given.seed)
+    samples = work / "samples.parquet"
+    make_samples(samples, lengths, given.seed)
     result["samples"], result["tokens"] = len(lengths), int(lengths.sum())
     extracts: dict[str, Any] = {}
     result["extracts"] = extracts
@@ -275,10 +283,15 @@ def measure(given: argparse.Namespace, work: Path, ram: Path) -> dict[str, Any]:
     variants = [(encoding, place, folder, "0") for encoding in ENCODINGS for place, folder in places]
     if given.more_gpus:
         variants.insert(1, ("int8", *places[0], given.more_gpus))
+        # Workers do not begin at the same moment: with three times the samples each, most of their time is common.
+        num_tokens = 3 * len(given.more_gpus.split(",")) * forwards["num_tokens"]
+        many = work / "more-samples.parquet"
+        make_samples(many, lengths_of(num_tokens, given.max_tokens, given.seed), given.seed)
     for encoding, place, folder, gpus in variants:
         name = f"dflash extract {encoding}, {place}" + (f", GPUs {gpus}" if gpus != "0" else "")
         if given.only and given.only not in name:
             continue
+        data = samples if gpus == "0" else many
         needed = int(lengths.sum()) * states * {"bf16": 2, "int8": 1}.get(encoding, 0.25) + 4e9 * (states > 1e4)
         if time.perf_counter() - began > given.budget:
             extracts[name] = {"skipped": "left out: the time is up"}
@@ -289,7 +302,7 @@ def measure(given: argparse.Namespace, work: Path, ram: Path) -> dict[str, Any]:
         store = folder / f"extract-benchmark-{os.getpid()}-{encoding}-{place.split()[0].lower()}.zarr"
         try:
             extracts[name] = run_extract(
-                given, work, encoding, store, calibration if "projected" in encoding else None, gpus
+                given, work, data, encoding, store, calibration if "projected" in encoding else None, gpus
             )
         finally:
             keep = "projected" in encoding and place == "RAM disk" and store.is_dir()  # the projection takes longest
