@@ -289,7 +289,7 @@ def measure(given: argparse.Namespace, work: Path, ram: Path) -> dict[str, Any]:
         make_samples(many, lengths_of(num_tokens, given.max_tokens, given.seed), given.seed)
     for encoding, place, folder, gpus in variants:
         name = f"dflash extract {encoding}, {place}" + (f", GPUs {gpus}" if gpus != "0" else "")
-        if given.only and given.only not in name:
+        if given.only and not any(part in name for part in given.only):
             continue
         data = samples if gpus == "0" else many
         needed = int(lengths.sum()) * states * {"bf16": 2, "int8": 1}.get(encoding, 0.25) + 4e9 * (states > 1e4)
@@ -329,7 +329,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="Of the bare forward: how many samples there are.")
     parser.add_argument("--budget", type=float, default=400.0, help="No variant begins after so many seconds.")
     parser.add_argument("--more-gpus", help="The int8 command to the RAM disk on these GPUs, too, such as 0,1.")
-    parser.add_argument("--only", help="Only commands whose name contains this: int8, bf16, projected, RAM disk, …")
+    parser.add_argument(
+        "--only",
+        action="append",
+        help="Only commands whose name contains this: extract int8, RAM disk, …; again for more.",
+    )
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="Compile the target.")
     parser.add_argument("--batch-tokens", type=int, default=16_384)
     parser.add_argument("--max-tokens", type=int, default=4096)
