@@ -12,10 +12,9 @@ The same command again runs what is missing there. --parallel runs share the GPU
 order is all variants of the first seed, then of the second, so that a cut leaves whole seeds. Runs under way at
 --seconds are stopped with a checkpoint, and go on from it next time if --folder is still there.
 
-All variants differ in one thing from int8 (5 layers, block 16, decay, bf16 products). Stores are extracted with one
-worker and one seed, hence hold the same samples in the same order: rows follow from that and the run's seed. Each line
-has a hash of the sample ids of every row of the run, planned from the segments that its checkpoint lists, and whether
-the steps in its metrics have these rows' tokens.
+All variants differ in one thing from int8 (5 layers, block 16, decay, bf16 products). Rows follow from the set of samples
+and the run's seed, whatever the order in which a store has them. Each line has a hash of the sample ids of every row of
+the run, planned from the segments that its checkpoint lists, and whether the steps in its metrics have these rows' tokens.
 
 bf16-as-tapped is the bf16 store with a channel scale of ones: the same segments, and `fc` is trained on h itself, as
 other trainers do.
@@ -46,7 +45,7 @@ import numpy as np
 
 from dflash_train.benchmarks.quality_table import BASE, RAW, SCALED, format_tables, read_results
 from dflash_train.stage2_drafter.checkpoint import newest_checkpoint
-from dflash_train.stage2_drafter.rows import RowSchedule, in_fraction, split_holdout
+from dflash_train.stage2_drafter.rows import RowSchedule, by_id, in_fraction, split_holdout
 from dflash_train.stage2_drafter.run_folder import read_metrics
 from dflash_train.store.calibration import Calibration
 from dflash_train.store.creation import TARGET_FILES, FrozenTarget, create_store, store_lock
@@ -153,7 +152,7 @@ def planned_rows(
     reader = StoreReader(store, segments)
     samples = reader.samples
     ids, lengths = np.asarray(samples["id"]), np.asarray(samples["length"]).astype(np.int64)
-    training = np.flatnonzero(~split_holdout(samples["group"], options.holdout) & in_fraction(ids, fraction))
+    training = by_id(np.flatnonzero(~split_holdout(samples["group"], options.holdout) & in_fraction(ids, fraction)), ids)
     schedule = RowSchedule(lengths, training, seed=seed, row_tokens=options.row_tokens, epochs=None)
     hashed, tokens = hashlib.blake2b(digest_size=8), []
     for step in range(steps):
@@ -205,8 +204,8 @@ def store_bytes(store: Path) -> dict[str, float]:
 def questions(path: Path) -> set[str]:
     """The first question of every conversation of a jsonl file, without its spaces at either end."""
     found = set()
-    for line in path.read_text().splitlines():
-        turns = json.loads(line).get("messages") or ()
+    for line in path.read_bytes().split(b"\n"):  # text may hold line separators of its own
+        turns = (json.loads(line) if line else {}).get("messages") or ()
         found |= {str(turn["content"]).strip() for turn in turns if turn["role"] == "user" and "content" in turn}
     return found
 

@@ -21,6 +21,7 @@ from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.rows import (
     GrowingSchedule,
     HoldoutRows,
+    by_id,
     check_lengths,
     hash_place,
     in_fraction,
@@ -111,7 +112,7 @@ class Following:
         starts = np.searchsorted(samples["segment"], numbers)
         ends = np.searchsorted(samples["segment"], numbers, side="right")
         spans = [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]
-        indices = np.concatenate(spans) if spans else np.zeros(0, np.int64)
+        indices = by_id(np.concatenate(spans) if spans else np.zeros(0, np.int64), samples["id"])
         check_lengths(np.asarray(samples["length"][indices]), config.row_tokens, config.crop)
         held_out = hash_place(samples["group"][indices]) < config.holdout
         training = ~held_out & in_fraction(samples["id"][indices], config.fraction)

@@ -23,6 +23,7 @@ from dflash_train.stage2_drafter.initial_weights import initial_weights, read_in
 from dflash_train.stage2_drafter.rows import (
     HoldoutRows,
     RowSchedule,
+    by_id,
     check_lengths,
     hash_place,
     in_fraction,
@@ -88,7 +89,8 @@ def prepare_run(
     drafter_config = make_drafter_config(config, reader)
     lengths = check_lengths(np.asarray(reader.samples["length"]), config.row_tokens, config.crop)
     held_out = split_holdout(np.asarray(reader.samples["group"]), config.holdout)
-    training = np.flatnonzero(~held_out & in_fraction(np.asarray(reader.samples["id"]), config.fraction))
+    ids = np.asarray(reader.samples["id"])
+    training = by_id(np.flatnonzero(~held_out & in_fraction(ids, config.fraction)), ids)
     if not len(training) and config.fraction < 1:
         raise InputError(
             f"--fraction {config.fraction} leaves none of the {len(lengths)} samples of {config.store} to train on. "
@@ -96,7 +98,11 @@ def prepare_run(
         )
     schedule = RowSchedule(lengths, training, seed=config.seed, row_tokens=config.row_tokens, epochs=config.num_epochs)
     holdout = HoldoutRows(
-        lengths, np.flatnonzero(held_out), seed=config.seed, row_tokens=config.row_tokens, limit=config.evaluate_rows
+        lengths,
+        by_id(np.flatnonzero(held_out), ids),
+        seed=config.seed,
+        row_tokens=config.row_tokens,
+        limit=config.evaluate_rows,
     )
     total_steps = config.steps if config.steps is not None else -(-schedule.num_rows() // config.rows_per_step)
     return PreparedRun(

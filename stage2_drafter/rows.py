@@ -1,7 +1,8 @@
 """Rows: samples packed whole into S tokens, planned from (seed, epoch) and shared out among the ranks.
 
-Which samples form row n of epoch e, and where its anchors are, follows from (segment list, seed, e, n) alone; ranks only
-choose which rows they take. So any number of devices, or a resumed run, sees the same rows. First-fit over a few open
+Which samples form row n of epoch e, and where its anchors are, follows from (set of samples, seed, e, n) alone; ranks only
+choose which rows they take. So any number of devices, a resumed run, or a store of the same samples in another order (other
+workers, another encoding) sees the same rows. First-fit over a few open
 rows fills about 97 % of the slots at 20 samples a row without sorting by length, which would make rows alike.
 row_loader.py reads what is planned here.
 
@@ -63,6 +64,12 @@ def in_fraction(ids: np.ndarray, fraction: float) -> np.ndarray:
     """Which samples (bool [N]) belong to a fraction of the data: by their ids, so that a smaller one is part of a larger."""
     chosen: np.ndarray = hash_place(ids) < fraction if fraction < 1 else np.ones(len(ids), dtype=bool)
     return chosen
+
+
+def by_id(indices: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Samples in the order of their ids, not in that in which workers happened to store them: indices int64 [N] again."""
+    ordered: np.ndarray = indices[np.argsort(ids[indices], kind="stable")]
+    return ordered
 
 
 def check_lengths(lengths: np.ndarray, row_tokens: int, crop: bool) -> np.ndarray:

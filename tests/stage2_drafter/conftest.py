@@ -138,6 +138,7 @@ def make_store(tmp_path: Path) -> Callable[..., Path]:
         unsupervised: Sequence[int] = (),
         tied: bool = True,
         head_dim: int = 8,
+        order: Sequence[int] | None = None,
     ) -> Path:
         path = tmp_path / name
         vocab_size, hidden_size, layer_ids = 64, 16, (1, 3)
@@ -182,7 +183,8 @@ def make_store(tmp_path: Path) -> Callable[..., Path]:
         frozen = FrozenTarget(embed_tokens=table, lm_head=head, dtype_view=None, config=config)
         create_store(path, manifest, calibration, frozen)
         writer = SegmentWriter(path, encoding, {"source": "made up"})
-        for index, length in enumerate(lengths):
+        for index in range(len(lengths)) if order is None else order:
+            length = lengths[index]
             token_ids = ((np.arange(length) * (1 + index % 3) + index) % 48).astype(np.int32)
             loss_mask = np.zeros(length, dtype=np.uint8)
             loss_mask[min(3, length - 1) :] = index not in unsupervised

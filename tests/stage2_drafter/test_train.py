@@ -150,6 +150,23 @@ def test_loss_does_not_depend_on_the_number_of_processes(make_store: MakeStore, 
     assert scores == pytest.approx([scores[0]] * 3, rel=1e-5)
 
 
+def test_the_order_in_which_a_store_has_its_samples_changes_no_step(
+    make_store: MakeStore, make_train_config: MakeConfig
+) -> None:
+    """As other workers, or another encoding's pace, leave it; held-out rows are the same as well."""
+    orders = {"one": range(8), "other": (6, 3, 0, 5, 7, 1, 4, 2)}
+    configs = [
+        make_train_config(make_store(f"{name}.zarr", order=order), run=name, evaluate_rows=2)
+        for name, order in orders.items()
+    ]
+    stored = [StoreReader(config.store).samples["id"].tolist() for config in configs]
+    assert stored[0] != stored[1] and sorted(stored[0]) == sorted(stored[1])
+    for config in configs:
+        run_here(config)
+    assert curve(configs[0].run) == curve(configs[1].run)
+    assert read_metrics(configs[0].run, "evaluation") == read_metrics(configs[1].run, "evaluation")
+
+
 def test_a_store_without_any_label_trains_on_nothing_and_stays_finite(
     make_store: MakeStore, make_train_config: MakeConfig
 ) -> None:
