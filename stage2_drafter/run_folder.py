@@ -8,7 +8,6 @@ run/checkpoints/, run/tensorboard/, run/logs/
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_train.errors import InputError
-from dflash_train.store.files import Files
+from dflash_train.store.files import Files, take_lock
 from dflash_train.store.manifest import format_id
 from dflash_train.units import format_bytes
 
@@ -34,16 +33,10 @@ def run_lock(run: Path) -> Iterator[None]:
     run.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(run / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
+        if (holder := take_lock(descriptor, run / "lock")) is not None:
             raise InputError(
                 f"{run} is in use by process {holder}, which trains there. Stop it, or give another --run folder."
-            ) from error
-        os.ftruncate(descriptor, 0)
-        with contextlib.suppress(OSError):  # a full disk: the lock holds without a name in it
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            )
         yield
     finally:
         os.close(descriptor)

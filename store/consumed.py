@@ -60,7 +60,7 @@ def consumer_lock(store: Path) -> Iterator[None]:
     except OSError as error:
         raise write_error(folder / "lock", 0, error) from error
     try:
-        if (holder := take_lock(descriptor)) is not None:
+        if (holder := take_lock(descriptor, folder / "lock")) is not None:
             raise StoreError(f"{store} is consumed by process {holder} already. Stop it, or train without --consume.")
         finish_removals(store)
         yield

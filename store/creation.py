@@ -153,7 +153,7 @@ def store_lock(path: StoreLocation) -> Iterator[None]:
     lock = path.with_name(path.name + ".lock")
     descriptor = _open_lock(given, lock)
     try:
-        if (holder := take_lock(descriptor)) is not None:
+        if (holder := take_lock(descriptor, lock)) is not None:
             raise StoreError(
                 f"{path} is in use by process {holder}. Wait until it has ended, or stop it, then run this again."
             )

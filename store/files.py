@@ -162,15 +162,21 @@ def write_error(path: Path, num_bytes: int, error: OSError) -> StoreError:
     )
 
 
-def take_lock(descriptor: int) -> str | None:
-    """Lock an open file for this process, whose id is then in it; the kernel drops the lock with the process.
+def take_lock(descriptor: int, path: Path) -> str | None:
+    """Lock the open file at path for this process, whose id is then in it; the kernel drops the lock with the process.
 
-    Returns None, or the id that is in the file («unknown» where there is none) if another process has it.
+    Returns None, or the id that is in the file («unknown» where there is none) if another process has it. Raises
+    StoreError where the file system has no locks.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StoreError(
+            f"{path} cannot be locked: {reason}. Choose a folder on a file system that has locks."
+        ) from error
     os.ftruncate(descriptor, 0)
     with suppress(OSError):  # a full disk: the lock holds without a name in it
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)

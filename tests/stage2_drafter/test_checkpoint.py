@@ -1,5 +1,6 @@
 """What a checkpoint holds, and that no crash leaves half of one."""
 
+import errno
 import json
 import math
 from collections.abc import Callable
@@ -303,6 +304,17 @@ def test_run_lock_refuses_a_second_trainer(tmp_path: Path) -> None:
     with run_lock(tmp_path), pytest.raises(InputError, match=r"in use by process \d+"), run_lock(tmp_path):
         pass
     with run_lock(tmp_path):
+        pass
+
+
+def test_a_file_system_without_locks_is_not_taken_for_a_second_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_arguments: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with pytest.raises(InputError, match=r"lock cannot be locked: No locks available\. Choose"), run_lock(tmp_path):
         pass
 
 
