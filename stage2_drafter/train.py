@@ -40,7 +40,9 @@ from dflash_train.stage2_drafter.preparation import (
 )
 from dflash_train.stage2_drafter.rank import RANK_FUNCTION, run_rank
 from dflash_train.stage2_drafter.run_folder import check_disk_space, run_lock
+from dflash_train.store.consumed import consumer_lock, read_consumed
 from dflash_train.store.creation import is_locked
+from dflash_train.store.files import StoreError
 from dflash_train.store.opened import list_segments
 from dflash_train.store.plan import read_plan
 from dflash_train.store.reader import open_manifest
@@ -117,6 +119,9 @@ def train(
         )
         report(f"the run is complete at step {checkpoint.step}; {more}")
         return _result(config, run.total_steps, stopped=False)
+    if config.consume is not None:
+        with consumer_lock(config.store_folder):  # only to refuse early: the first rank holds it while it trains
+            pass
     _describe(run, checkpoint, devices, report)
     for line in lines:
         report(line)
@@ -289,7 +294,24 @@ def _describe(run: PreparedRun, checkpoint: Checkpoint | None, devices: list[Dev
         report(
             f"{format_count(newer, 'segment')} came into the store after this run began; it goes on with those it began with"
         )
+    _describe_consumed(run, report)
     _describe_resume(config, checkpoint, devices, report)
+
+
+def _describe_consumed(run: PreparedRun, report: Report) -> None:
+    """Say how many samples a run lacks because another one consumed them; held-out ones that it copied are there."""
+    stores = (run.config.store, *run.config.more_stores)
+    try:
+        consumed = {identity for store in stores for identity in read_consumed(store).ids}
+    except StoreError as error:  # extracts need the records, this run does not
+        report(f"warning: {error}")
+        return
+    gone = len(consumed.difference(run.reader.samples["id"].tolist()))
+    if gone:
+        report(
+            f"this run lacks the {format_count(gone, 'sample')} that a run with --consume removed from the store; to have "
+            "them, remove its folder consumed/ and extract again"
+        )
 
 
 def _describe_following(run: PreparedRun, checkpoint: Checkpoint | None, devices: list[Device], report: Report) -> None:

@@ -424,6 +424,42 @@ def test_only_one_consumes_a_store(growing: GrowingStore) -> None:
         pass
 
 
+def test_a_second_consumer_is_refused_before_its_ranks_start(
+    growing: GrowingStore, make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growing.grow(8)
+    monkeypatch.setattr(train_module, "_follow", lambda *_arguments: pytest.fail("ranks were started"))
+    lines: list[str] = []
+    config = make_train_config(growing.path, follow=True, consume=1, steps=None)
+    with consumer_lock(growing.path), pytest.raises(StoreError, match="is consumed by process"):
+        train_module.train(config, report=lines.append)
+    assert not config.run.exists() and lines == []
+
+
+def test_a_run_on_a_store_that_was_consumed_from_says_how_many_samples_it_lacks(
+    growing: GrowingStore, make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growing.grow(8)
+    monkeypatch.setattr(train_module, "_follow", lambda *_arguments: (_ for _ in ()).throw(KeyboardInterrupt))
+
+    def described() -> str:
+        lines: list[str] = []
+        with pytest.raises(KeyboardInterrupt):
+            train_module.train(make_train_config(growing.path), report=lines.append)
+        return "\n".join(lines)
+
+    assert "consume" not in described()
+    reader = StoreReader(growing.path)
+    gone = list_segments(growing.path)[:2]
+    with consumer_lock(growing.path):
+        consumed.remove_segments(
+            growing.path, {name: (reader.entry(name).samples, reader.entry(name).quarantined) for name in gone}
+        )
+    assert "this run lacks the 6 samples that a run with --consume removed" in described()
+    (growing.path / "consumed" / f"{gone[0]}.json").write_text("{}")
+    assert f"{gone[0]}.json is damaged" in described(), "which is not in the way of training on the rest"
+
+
 def test_locks_hold_on_a_full_disk(growing: GrowingStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a consumer is what makes room again."""
 
