@@ -15,7 +15,6 @@ import contextlib
 import importlib.util
 import io
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from dflash_train.errors import InputError
 from dflash_train.stage1_target.probe import probe_target
 from dflash_train.stage1_target.quantization import check_quantization
 from dflash_train.stage1_target.slow_paths import missing_kernels
-from dflash_train.stage1_target.target_files import TargetFiles
+from dflash_train.stage1_target.target_files import LOCAL_PATH, TargetFiles, nearest_model, read_target_files
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -80,9 +79,6 @@ class TargetConfig:
         return str(Path(self.name).parent), {"gguf_file": Path(self.name).name, "trust_remote_code": False}
 
 
-LOCAL_PATH = re.compile(r"[./~]|[^/]*/[^/]*/")  # what cannot be org/name
-
-
 def _from_pretrained(auto_class: Any, config: TargetConfig, what: str, **keywords: Any) -> Any:
     """Call `auto_class.from_pretrained`, silently, and turn what a wrong name raises into one sentence."""
     import transformers
@@ -90,8 +86,12 @@ def _from_pretrained(auto_class: Any, config: TargetConfig, what: str, **keyword
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     name, source = config.source()
+    nearest = nearest_model(name)
     if LOCAL_PATH.match(name) and not Path(name).exists():
-        raise InputError(f"The target {name!r} is not there; give a model's folder, or a name on the hub.")
+        near = "" if nearest is None else f" The nearest folder is {nearest!r}."
+        raise InputError(f"The target {name!r} is not there; give a model's folder, or a name on the hub.{near}")
+    if nearest is not None and (files := read_target_files(name, config.revision)).severity == "error":
+        raise InputError(f"The target {files.problem}. {files.way_out}")
     # transformers draws the bar of a GGUF conversion whatever it is told
     silence = contextlib.redirect_stderr(io.StringIO()) if config.is_gguf else contextlib.nullcontext()
     try:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, Literal
 
 HUB_SECONDS = 10.0
+LOCAL_PATH = re.compile(r"[./~]|[^/]*/[^/]*/")  # what cannot be org/name
 LINEAR_ATTENTION = (("fla", "flash-linear-attention"), ("causal_conv1d", "causal-conv1d"))
 MAMBA = (("mamba_ssm", "mamba-ssm"), ("causal_conv1d", "causal-conv1d"))
 CONVOLUTION = (("causal_conv1d", "causal-conv1d"),)
@@ -49,7 +52,11 @@ class TargetFiles:
 
 
 def read_target_files(name: str, revision: str | None = None, ask_hub: bool = False) -> TargetFiles:
-    """Look at a local folder, at the hub's local cache, and, with `ask_hub`, at the hub itself."""
+    """Look at a local folder, at the hub's local cache, and, with `ask_hub`, at the hub itself.
+
+    The hub is also asked, once, for org/name where a folder org holds models here: that is a misspelt folder or a target
+    of the hub, and the hub's client would try an unreachable hub again for half a minute.
+    """
     if name.endswith(".gguf"):
         if not Path(name).is_file():
             return _error(name, f"{name!r} is no file", "Give the path of a local .gguf file.")
@@ -59,6 +66,20 @@ def read_target_files(name: str, revision: str | None = None, ask_hub: bool = Fa
     return _read_hub(name, revision, ask_hub)
 
 
+def nearest_model(name: str) -> str | None:
+    """Of the models that lie in the folder of a path that is not there, the one whose name is most like it."""
+    path = Path(name)
+    if "/" not in name or path.exists():
+        return None
+    try:
+        models = sorted(folder.name for folder in path.parent.iterdir() if (folder / "config.json").is_file())
+    except OSError:  # no folder, or not ours to read
+        return None
+    wanted = path.name.casefold()
+    likeness = {model: SequenceMatcher(None, wanted, model.casefold()).ratio() for model in models}
+    return str(path.with_name(max(models, key=lambda model: likeness[model]))) if models else None
+
+
 def _read_hub(name: str, revision: str | None, ask_hub: bool) -> TargetFiles:
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
@@ -66,10 +87,11 @@ def _read_hub(name: str, revision: str | None, ask_hub: bool) -> TargetFiles:
         path = try_to_load_from_cache(name, file, revision=revision)
         return Path(path) if isinstance(path, str) else None
 
+    nearest = None if LOCAL_PATH.match(name) else nearest_model(name)
     try:
         if cached("config.json") is not None:
             return _read(name, cached, sure=False)
-        if not ask_hub:
+        if not ask_hub and nearest is None:
             return TargetFiles(
                 name=name, problem=f"{name} is not in the hub's local cache, looked at when it is loaded"
             )
@@ -83,9 +105,10 @@ def _read_hub(name: str, revision: str | None, ask_hub: bool) -> TargetFiles:
         return files if files.problem else replace(files, has_fast_tokenizer="tokenizer.json" in there)
     except Exception as error:  # noqa: BLE001 - the hub's client raises its HTTP library's own, and that changes
         first = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
-        if not ask_hub:
+        if not ask_hub and nearest is None:
             return TargetFiles(name=name, problem=f"{name} could not be looked at ({first})")
         way_out = "Check the name, the network, and your access (`hf auth whoami`)."
+        way_out = way_out if nearest is None else f"The nearest folder is {nearest!r}. {way_out}"
         return _error(name, f"{name!r} is no folder here and could not be read from the hub ({first})", way_out)
 
 

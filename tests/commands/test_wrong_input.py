@@ -588,13 +588,20 @@ CASES: dict[str, list[Case]] = {
             "a folder that is not there",
             EXTRACT.replace("--target target", "--target ./no-target"),
             1,
-            "The target './no-target' is not there; give a model's folder, or a name on the hub.",
+            "The target './no-target' is not there; give a model's folder, or a name on the hub. The nearest folder is 'target'.",
         ),
         Case(
             "a name that the hub does not have",
             EXTRACT.replace("--target target", "--target nobody/no-such-target"),
             1,
             "Could not load the config of the target 'nobody/no-such-target': …. Give a whole model folder, or a name on the hub that this machine can reach.",
+        ),
+        Case(
+            "a misspelt folder among models",
+            EXTRACT.replace("--target target", "--target models/target-1B"),
+            1,
+            "target: 'models/target-1B' is no folder here and could not be read from the hub (…). The nearest folder is 'models/target-1.5b'. Check the name, the network, and your access (`hf auth whoami`).",
+            in_order(make_folder("models"), link("models/target-1.5b", "../target"), make_folder("models/target-1")),
         ),
         Case(
             "no name",
@@ -1925,7 +1932,14 @@ CASES: dict[str, list[Case]] = {
             "a target that is not there",
             CHECK.replace("--target target", "--target ./no"),
             1,
-            "The target './no' is not there; give a model's folder, or a name on the hub.",
+            "The target './no' is not there; give a model's folder, or a name on the hub. The nearest folder is 'target'.",
+        ),
+        Case(
+            "a misspelt target among models",
+            CHECK.replace("--target target", "--target models/targt"),
+            1,
+            "The target 'models/targt' is no folder here and could not be read from the hub (…). The nearest folder is 'models/target'. Check the name, the network, and your access (`hf auth whoami`).",
+            in_order(make_folder("models"), link("models/target", "../target")),
         ),
         Case(
             "an engine that does not exist",

@@ -423,6 +423,43 @@ def test_the_hub_is_asked_only_on_request(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert read_target_files("org/model").has_fast_tokenizer is None, "the cache may hold a part only"
 
 
+def test_a_name_beside_local_models_is_asked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """org/name where a folder org holds models here: a misspelt folder, or a target of the hub."""
+    import huggingface_hub
+
+    asked: list[str] = []
+
+    def model_info(self: Any, name: str, revision: str | None, timeout: float) -> Any:
+        asked.append(name)
+        if name != "models/On-The-Hub":
+            raise OSError("Name or service not known")
+        return types.SimpleNamespace(siblings=[types.SimpleNamespace(rfilename="config.json")])
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("Tiny-4B", "Tiny-8B"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+        (tmp_path / "models" / name / "config.json").write_text("{}")
+    (tmp_path / "models" / "tiny-8").mkdir()  # no model
+    (tmp_path / "data" / "rows").mkdir(parents=True)
+    config = str(tmp_path / "models" / "Tiny-4B" / "config.json")
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *words, **keywords: None)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file, revision: config)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    wrong = read_target_files("models/tiny-8")
+    assert (wrong.severity, wrong.problem) == ("error", "'models/tiny-8' has no config.json")
+    wrong = read_target_files("models/tiny8B")
+    assert (wrong.severity, wrong.way_out.split(" Check")[0]) == ("error", "The nearest folder is 'models/Tiny-8B'.")
+    assert read_target_files("models/On-The-Hub").problem is None
+    assert asked == ["models/tiny8B", "models/On-The-Hub"]
+    for name in ("data/row", "other/tiny8B", "tiny8B"):
+        assert read_target_files(name).severity == "ok", name
+    assert len(asked) == 2, "the rest is left to the hub's client"
+    monkeypatch.setattr(
+        huggingface_hub, "try_to_load_from_cache", lambda name, file, **k: config if file == "config.json" else None
+    )
+    assert read_target_files("models/tiny8B").problem is None and len(asked) == 2, "downloaded before"
+
+
 def test_another_packages_script_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "dflash"
     monkeypatch.setenv("PATH", str(tmp_path))
