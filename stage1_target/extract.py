@@ -101,6 +101,7 @@ def extract(config: ExtractConfig, report: Report | None = None) -> ExtractResul
         if place is not None and place.rank != 0:
             report = _nothing
         prepared = prepare(config, report)
+        _say_mask_token(prepared, report)
         return ExtractResult(outcome="dry run", forecast=prepared.forecast, num_samples=len(prepared.table))
     if place is not None:
         return _extract_under_torchrun(config, devices, place, report)
@@ -110,6 +111,7 @@ def extract(config: ExtractConfig, report: Report | None = None) -> ExtractResul
         clean_staging(config.store)
         if not len(prepared.pending):
             prepared.plan.beat("finished")
+            _say_mask_token(prepared, report)
             return result
         _check_upload(prepared, len(devices))
         started = time.monotonic()
@@ -124,6 +126,7 @@ def extract(config: ExtractConfig, report: Report | None = None) -> ExtractResul
         own = RankEnd(num_new_samples=run.num_new_samples, num_new_tokens=run.num_new_tokens, failures=run.failures)
         result = _sum_up(result, prepared, [own], stopped, started)
         prepared.plan.beat(result.outcome)
+        _say_mask_token(prepared, report)
         return result
 
 
@@ -156,6 +159,7 @@ def _extract_share(config: ExtractConfig, devices: list[Device], ranks: Ranks, r
         ranks.go()
     if not len(whole.pending):
         share.plan.beat("finished")
+        _say_mask_token(whole, report if ranks.first else _nothing)
         return result
     _check_upload(share, len(devices))
     newest: Progress | None = None
@@ -192,6 +196,7 @@ def _extract_share(config: ExtractConfig, devices: list[Device], ranks: Ranks, r
                 clean_staging(config.store)  # otherwise the next start does, when nobody writes any more
         result = _sum_up(result, whole, ends, stop.is_set(), started)
         share.plan.beat(result.outcome)
+        _say_mask_token(whole, report if ranks.first else _nothing)
         result.failures = ranks.leave_together(result.failures, stop)
         return result
 
@@ -202,6 +207,12 @@ def _check_upload(prepared: Prepared, num_workers: int) -> None:
     check_writable(config.store)
     waiting = min(forecast.needed_bytes, GPU_THREADS * num_workers * config.segment_bytes)
     check_spool(config.store, max(waiting, forecast.frozen_bytes))
+
+
+def _say_mask_token(prepared: Prepared, report: Report) -> None:
+    """Last, where it is read: what the next command will ask for."""
+    if prepared.mask_token_note is not None:
+        report(Note(prepared.mask_token_note))
 
 
 def _nothing(_event: Event) -> None:

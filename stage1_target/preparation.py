@@ -38,6 +38,7 @@ from dflash_train.store.consumed import read_consumed
 from dflash_train.store.encoding import AUTO_RANK
 from dflash_train.store.location import StoreLocation
 from dflash_train.store.manifest import format_id
+from dflash_train.store.mask_token import default_mask_token, mask_token_wanted
 from dflash_train.store.reader import StoreReader, open_manifest
 from dflash_train.store.upload import store_exists
 
@@ -60,6 +61,8 @@ class Prepared:
     plan: PlanKeeper
     slow_paths: tuple[SlowPath, ...] = ()
     """Of the target, as far as config and tokenizer tell; said already."""
+    mask_token_note: str | None = None
+    """What train-drafter will want for this target, where it finds no row for the open slots by itself."""
 
 
 def prepare(config: ExtractConfig, report: Report) -> Prepared:
@@ -136,7 +139,17 @@ def prepare(config: ExtractConfig, report: Report) -> Prepared:
     entries = [{**entry, "data": data_name} for entry in table.quarantined]
     new_entries = [entry for entry in entries if _entry_key(entry) not in known_entries]
     plan = PlanKeeper(config.store, reader, table.lengths[pending])
-    return Prepared(config, table, pending, batches, new_entries, reader is not None, forecast, plan, slow_paths)
+    note = _mask_token_note(tokenizer, int(text.vocab_size))
+    return Prepared(config, table, pending, batches, new_entries, reader is not None, forecast, plan, slow_paths, note)
+
+
+def _mask_token_note(tokenizer: Any, vocab_size: int) -> str | None:
+    if default_mask_token(tokenizer, vocab_size) is not None:
+        return None
+    return (
+        f"the target's tokenizer has no mask token and uses all {vocab_size:,} rows of the embedding: train-drafter will "
+        f"want --mask-token, {mask_token_wanted(tokenizer)}"
+    )
 
 
 def _slow_paths(config: ExtractConfig, model_config: Any, tokenizer: Any) -> tuple[SlowPath, ...]:

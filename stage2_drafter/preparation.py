@@ -33,6 +33,7 @@ from dflash_train.stage2_drafter.run_folder import Round, read_ledger, read_roun
 from dflash_train.store.joined import open_stores
 from dflash_train.store.location import StoreLocation
 from dflash_train.store.manifest import Manifest
+from dflash_train.store.mask_token import default_mask_token, mask_token_wanted
 from dflash_train.store.plan import read_plan
 from dflash_train.store.reader import StoreReader
 
@@ -268,8 +269,7 @@ def check_drafter(drafter_config: DrafterConfig, manifest: Manifest, store: Stor
 def resolve_mask_token(mask_token: int | str | None, vocab_size: int, tokenizer_path: Path) -> int:
     """The id whose embedding row fills the block's open slots: an existing row that no text is tokenised to.
 
-    In this order: the id or text given; the tokenizer's own mask token; the first row that the tokenizer does not use.
-    Never pad or eos, which stand in the training text (algorithm: Qwen3's 151669 is such an unused row).
+    The id or text given, else `default_mask_token`.
     """
     if isinstance(mask_token, str) and mask_token.isdecimal():
         mask_token = int(mask_token)
@@ -289,19 +289,13 @@ def resolve_mask_token(mask_token: int | str | None, vocab_size: int, tokenizer_
                 f"id below {vocab_size}."
             )
         return vocabulary[mask_token]
-    if tokenizer.mask_token_id is not None:
-        return int(tokenizer.mask_token_id)
-    first_unused = max(len(tokenizer), max(vocabulary.values(), default=-1) + 1)
-    if first_unused < vocab_size:
-        return first_unused
-    template = str(getattr(tokenizer, "chat_template", None) or "")
-    common = set(tokenizer.all_special_tokens)
-    rare = [text for text in tokenizer.get_added_vocab() if text not in common and text not in template]
-    example = f"perhaps {', '.join(map(repr, rare[:8]))}" if rare else "such as a reserved one"
-    raise InputError(
-        f"The tokenizer has no mask token and uses all {vocab_size:,} rows of the embedding. Give --mask-token: the id or "
-        f"text of a token that never occurs in the data, {example}."
-    )
+    default = default_mask_token(tokenizer, vocab_size)
+    if default is None:
+        raise InputError(
+            f"The tokenizer has no mask token and uses all {vocab_size:,} rows of the embedding. Give --mask-token: "
+            f"{mask_token_wanted(tokenizer)}."
+        )
+    return default
 
 
 def _load_tokenizer(path: Path) -> Any:

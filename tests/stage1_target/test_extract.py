@@ -29,7 +29,7 @@ from dflash_train.stage1_target.host_buffers import HostBuffers
 from dflash_train.stage1_target.overlap import Overlap
 from dflash_train.stage1_target.recompute import recompute_samples
 from dflash_train.stage1_target.samples import DataConfig, SampleTable
-from dflash_train.stage1_target.target import Target, TargetConfig, load_target
+from dflash_train.stage1_target.target import Target, TargetConfig, load_model_config, load_target, load_tokenizer
 from dflash_train.stage1_target.writer import StoreWriter
 from dflash_train.store.encoding import make_encoding
 from dflash_train.store.files import Files
@@ -194,6 +194,30 @@ def test_dry_run_forecasts_and_writes_nothing(config: ExtractConfig) -> None:
     )
     assert "of it embedding and head) of" in text
     assert "\nquarantined: " in text and sum(forecast.quarantine_reasons.values()) == 2
+
+
+def test_a_target_without_a_mask_token_is_told_of_at_the_end_and_in_a_dry_run(
+    config: ExtractConfig, full_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the words of train-drafter's refusal; of a target with a mask token, or with a free row, nothing is said."""
+
+    def notes_of(config: ExtractConfig) -> list[str]:
+        events: list[Event] = []
+        extract(config, events.append)
+        return [event.text for event in events if isinstance(event, Note) and "mask token" in event.text]
+
+    whole, dry = replace(config, store=full_store), replace(config, dry_run=True)
+    assert notes_of(whole) == notes_of(dry) == []
+    tokenizer = load_tokenizer(config.target)
+    tokenizer.mask_token = None
+    monkeypatch.setattr(preparation, "load_tokenizer", lambda _config: tokenizer)
+    rows = int(load_model_config(config.target).vocab_size)
+    assert preparation._mask_token_note(tokenizer, rows + 1) is None, "a row is free"
+    (note,) = notes_of(dry)
+    assert note.startswith(f"the target's tokenizer has no mask token and uses all {rows:,} rows of the embedding: ")
+    assert "train-drafter will want --mask-token, the id or text of a token that never occurs in the data, " in note
+    assert "perhaps '<|mask|>'" in note
+    assert notes_of(whole) == [note]
 
 
 def test_a_store_that_does_not_fit_is_refused_before_any_work(
