@@ -51,9 +51,9 @@ class Forecast:
     bytes_per_token: dict[str, int]
     """By encoding."""
     needed_bytes: int
-    """What the pending samples will take, reference samples included, and embedding, head and calibration if it is new."""
+    """What the pending samples will take, reference samples included, and what of the target is kept if the store is new."""
     frozen_bytes: int
-    """What of it embedding, head and calibration will take; 0 if the store is there."""
+    """What of it embedding, head, tokenizer and calibration will take; 0 if the store is there."""
     free_bytes: int | None
     """None where the store is at a URL."""
     store: StoreLocation
@@ -68,7 +68,9 @@ class Forecast:
             f"{self.num_duplicates:,} duplicates, {self.num_quarantined:,} quarantined, {self.num_truncated:,} cut"
         )
         encodings = ", ".join(f"{name} {size:,}" for name, size in self.bytes_per_token.items())
-        frozen = f" ({format_bytes(self.frozen_bytes)} of it embedding and head)" if self.frozen_bytes else ""
+        frozen = (
+            f" ({format_bytes(self.frozen_bytes)} of it embedding, head and tokenizer)" if self.frozen_bytes else ""
+        )
         free = f" of {format_bytes(self.free_bytes)} free" if self.free_bytes is not None else f" to {self.store}"
         space = f"{format_bytes(self.needed_bytes)}{frozen}{free}"
         pending = f"to store: {self.num_pending:,} samples, {self.num_pending_tokens:,} tokens, {space}"
@@ -123,16 +125,18 @@ def make_forecast(
     encoding: Encoding,
     text_config: Any,
     table_bytes: int,
+    tokenizer_bytes: int,
     store: StoreLocation,
     store_exists: bool,
 ) -> Forecast:
     """Forecast the store of `pending` samples of a table, for a target described by its text config.
 
     table_bytes: of one value of the frozen embedding and head, 2 or 4 with the dtype that the target is loaded in.
+    tokenizer_bytes: of the tokenizer's files.
     """
     hidden_size = int(text_config.hidden_size)
     num_pending_tokens = int(table.lengths[pending].sum())
-    frozen = 0 if store_exists else frozen_bytes(encoding, text_config, table_bytes)
+    frozen = 0 if store_exists else frozen_bytes(encoding, text_config, table_bytes) + tokenizer_bytes
     rank = encoding.rank or resolve_rank(AUTO_RANK, hidden_size)
     place = None if isinstance(store, StoreUrl) else store.absolute()
     while place is not None and not place.exists():

@@ -119,14 +119,19 @@ def build_manifest(target: Target, encoding: Encoding, calibration_hash: str) ->
     )
 
 
+def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
+    """What the store keeps of a tokenizer, by name: some megabytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+    files.pop("config.json", None)
+    return files
+
+
 def frozen_target(target: Target) -> FrozenTarget:
     """What stage 2 needs of the target: embedding, head, config and the tokenizer's files."""
     from dflash_train.store.creation import FrozenTarget
 
-    with tempfile.TemporaryDirectory() as folder:
-        target.tokenizer.save_pretrained(folder)
-        files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
-    files.pop("config.json", None)
     embed_tokens, dtype_view = to_stored(target.embed_tokens.cpu())
     lm_head = None if target.lm_head is None else to_stored(target.lm_head.to(target.dtype).cpu())[0]
     return FrozenTarget(
@@ -134,7 +139,7 @@ def frozen_target(target: Target) -> FrozenTarget:
         lm_head=lm_head,
         dtype_view=dtype_view,
         config=json.loads(target.model_config.to_json_string(use_diff=False)),
-        files=files,
+        files=tokenizer_files(target.tokenizer),
     )
 
 

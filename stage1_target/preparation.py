@@ -19,7 +19,7 @@ from dflash_train.stage1_target.events import Note, Report, Tokenising
 from dflash_train.stage1_target.extract_config import ExtractConfig
 from dflash_train.stage1_target.forecast import Forecast, make_forecast
 from dflash_train.stage1_target.generation import generation_mismatches, settings_of
-from dflash_train.stage1_target.identity import known_without_weights, refuse_differences
+from dflash_train.stage1_target.identity import known_without_weights, refuse_differences, tokenizer_files
 from dflash_train.stage1_target.projection import read_fc
 from dflash_train.stage1_target.quantization import check_quantization
 from dflash_train.stage1_target.room import PlanKeeper
@@ -119,6 +119,7 @@ def prepare(config: ExtractConfig, report: Report) -> Prepared:
         )
     batches = plan_batches(table.lengths, pending, config.batch_tokens, config.seed)
     dtype = config.target.resolve_dtype(torch.device(parse_devices(config.devices)[0].torch_device))
+    files = {} if reader is not None else tokenizer_files(tokenizer)
     forecast = make_forecast(
         table,
         pending,
@@ -126,6 +127,7 @@ def prepare(config: ExtractConfig, report: Report) -> Prepared:
         encoding=encoding,
         text_config=text,
         table_bytes=dtype.itemsize,
+        tokenizer_bytes=sum(map(len, files.values())),
         store=config.store,
         store_exists=reader is not None,
     )

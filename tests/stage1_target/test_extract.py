@@ -192,8 +192,20 @@ def test_dry_run_forecasts_and_writes_nothing(config: ExtractConfig) -> None:
         "120 samples of 123 rows (1 duplicates, 2 quarantined, 0 cut)" in text
         and "bf16 133, int8 77, projected-int8 41, projected-int4 25 (projected: rank 32); this store: bf16" in text
     )
-    assert "of it embedding and head) of" in text
+    assert "of it embedding, head and tokenizer) of" in text
     assert "\nquarantined: " in text and sum(forecast.quarantine_reasons.values()) == 2
+
+
+def test_the_forecast_of_a_new_store_counts_the_tokenizer(config: ExtractConfig, full_store: Path) -> None:
+    """Embedding, head and calibration of a tiny target are less than its tokenizer: all that is frozen is counted."""
+    forecast = extract(replace(config, dry_run=True)).forecast
+    kept = [path for name in ("frozen", "calibration") for path in (full_store / name).rglob("*") if path.is_file()]
+    tokenizer = sum(path.stat().st_size for path in kept if path.name in ("tokenizer.json", "tokenizer_config.json"))
+    assert tokenizer > 10_000
+    total = sum(path.stat().st_size for path in kept)
+    metadata = sum(path.stat().st_size for path in kept if path.name in ("zarr.json", "config.json"))
+    assert total - metadata - 1000 <= forecast.frozen_bytes <= total + 1000
+    assert extract(replace(config, store=full_store)).forecast.frozen_bytes == 0
 
 
 def test_a_target_without_a_mask_token_is_told_of_at_the_end_and_in_a_dry_run(
