@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from dflash_train.errors import InputError
 from dflash_train.store.calibration import Calibration
-from dflash_train.store.encoding import Encoding
+from dflash_train.store.encoding import LARGEST_STATE, Encoding
 from dflash_train.store.location import StoreLocation
 from dflash_train.store.manifest import StoreError
 from dflash_train.store.reader import StoreReader
@@ -198,18 +198,18 @@ def _states_or_none(target: Target, token_ids: torch.Tensor) -> torch.Tensor | N
 
 
 def ordinary_tokens(states: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each batch of raw states [N, L * H], those of tokens that are finite and no sinks, and their rms [N]."""
+    """Of each batch of raw states [N, L * H], those of tokens that are sound and no sinks, and their rms [N]."""
     import torch
 
     seen: list[torch.Tensor] = []
     for tokens in states:
         rms = torch.cat([piece.float().square().mean(dim=1).sqrt() for piece in torch.split(tokens, 1024)])
-        finite = torch.isfinite(rms) & (rms > 0)
-        seen.append(rms[finite].cpu())
+        sound = (rms > 0) & (rms <= LARGEST_STATE)
+        seen.append(rms[sound].cpu())
         if not len(seen[-1]):
             continue
         # the median of all tokens so far: sinks are one to a few tokens a sample, so it settles at once
-        keep = finite & (rms <= SINK_FACTOR * float(torch.cat(seen).median()))
+        keep = sound & (rms <= SINK_FACTOR * float(torch.cat(seen).median()))
         yield tokens[keep], rms[keep]
 
 

@@ -45,8 +45,8 @@ class EncodedBatch:
     """[N, columns] as stored."""
     scales: torch.Tensor | None
     """float32 [N, G]."""
-    finite: torch.Tensor
-    """bool [N, L]: whether a token's state of a tapped layer was finite."""
+    sound: torch.Tensor
+    """bool [N, L]: whether a token's state of a tapped layer may be stored."""
     errors: torch.Tensor | None
     """float32 [L]: mean square error of some tokens, relative (`TapEncoder.errors`)."""
     num_padded_tokens: int
@@ -205,11 +205,11 @@ class Forwarder:
         began = self._event()
         encoder = TapEncoder(self._encoding, self._calibration, self._to_device(valid.flatten().nonzero()[:, 0]))
         self._target.run_taps(self._to_device(token_ids), encoder.add)
-        features, scales, finite = encoder.finish()
+        features, scales, sound = encoder.finish()
         errors = encoder.errors(features, scales)
         encoded = self._event()
         if self._buffers is None:
-            return EncodedBatch(indices, lengths, features, scales, finite, errors, num_padded)
+            return EncodedBatch(indices, lengths, features, scales, sound, errors, num_padded)
         with self._overlap.waiting("writer"):
             buffer = self._buffers.take()
         self._copies.wait_event(encoded)
@@ -217,10 +217,10 @@ class Forwarder:
         places = (
             buffer.features[:num_tokens],
             buffer.scales[:num_tokens],
-            buffer.finite[:num_tokens],
+            buffer.sound[:num_tokens],
             buffer.errors[0],
         )
-        sources = (features, scales, finite, errors)
+        sources = (features, scales, sound, errors)
         with torch.cuda.stream(self._copies):
             for place, source in zip(places, sources, strict=True):
                 if source is not None:
@@ -231,7 +231,7 @@ class Forwarder:
             lengths,
             features=places[0],
             scales=None if scales is None else places[1],
-            finite=places[2],
+            sound=places[2],
             errors=None if errors is None else places[3],
             num_padded_tokens=num_padded,
             buffer=buffer,

@@ -30,7 +30,7 @@ class HostBuffer:
     """[N, columns] as stored."""
     scales: torch.Tensor
     """float32 [N, G]; G may be 0."""
-    finite: torch.Tensor
+    sound: torch.Tensor
     """bool [N, L]."""
     errors: torch.Tensor
     """float32 [1, L]."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -51,7 +52,7 @@ from dflash_train.stage1_target.target import (
 from dflash_train.store.calibration import Calibration
 from dflash_train.store.consumed import read_consumed
 from dflash_train.store.creation import clean_staging, create_store, store_lock
-from dflash_train.store.encoding import Encoding
+from dflash_train.store.encoding import Encoding, are_sound, unsound_state
 from dflash_train.store.reader import StoreReader, open_manifest
 from dflash_train.store.reference import ReferenceWriter
 from dflash_train.store.segment import SegmentWriter
@@ -81,7 +82,9 @@ def import_store(config: ImportConfig, report: Report | None = None) -> ImportRe
             f"{layout.name} numbers them. {error}"
         ) from error
     hidden_size, started = int(text.hidden_size), time.monotonic()
-    with store_lock(config.store), stop_signals() as stop:
+    with store_lock(config.store), stop_signals() as stop, warnings.catch_warnings():
+        # torch warns of a protocol that it then refuses: the file is quarantined, with the reason
+        warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
         reader, other = open_if_there(config.store), config.calibration_from
         manifests = [None if reader is None else reader.manifest, None if other is None else open_manifest(other)]
         encoding = resolve_encoding(config.encoding, config.rank, len(layer_ids), hidden_size, *manifests)
@@ -207,7 +210,7 @@ class _Import:
         for file, sample in self._readable(files[:100]):
             if num_checked == self.config.check_samples:
                 break
-            if not sample.states[:CHECK_TOKENS].isfinite().all():
+            if not self._soundness(sample.states[:CHECK_TOKENS]).all():
                 continue  # it will go into quarantine
             largest = max(largest, check_states(target, self.layout, file, sample))
             num_checked += 1
@@ -303,6 +306,10 @@ class _Import:
         segment.commit()
         reference.commit()
 
+    def _soundness(self, states: torch.Tensor) -> torch.Tensor:
+        """Which states of a sample [T, L * H] may be stored, bool [T, L]."""
+        return are_sound(states.reshape(len(states), self.encoding.num_layers, self.encoding.hidden_size))
+
     def _without_padding(
         self, token_ids: NDArray[np.int32], loss_mask: NDArray[np.uint8]
     ) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
@@ -326,10 +333,11 @@ class _Import:
         features, scales = [], []
         for start in range(0, len(states), ENCODE_TOKENS):
             piece = states[start : start + ENCODE_TOKENS].to(self._device)
-            finite = piece.isfinite().all(dim=1)
-            if not finite.all():
-                token = start + int((~finite).nonzero()[0])
-                raise UnusableFile(f"a hidden state is not finite at token {token} of {len(states)}")
+            sound = self._soundness(piece)
+            if not sound.all():
+                token, plane = (~sound).nonzero()[0].tolist()
+                layer_id = self.layout.layer_ids(self.config.layers)[plane]
+                raise UnusableFile(unsound_state(layer_id, start + token, len(states)))
             encoded, steps = self.encoding.encode(piece, calibration)
             features.append(encoded.cpu())
             scales += [] if steps is None else [steps.cpu()]

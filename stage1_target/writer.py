@@ -23,7 +23,7 @@ from dflash_train.stage1_target.extract_config import ExtractConfig
 from dflash_train.stage1_target.forward import EncodedBatch, Unfit
 from dflash_train.stage1_target.overlap import Overlap
 from dflash_train.stage1_target.samples import SampleTable
-from dflash_train.store.encoding import Encoding
+from dflash_train.store.encoding import Encoding, unsound_state
 from dflash_train.store.manifest import format_id
 from dflash_train.store.reference import ReferenceWriter
 from dflash_train.store.segment import SegmentWriter
@@ -183,14 +183,14 @@ class StoreWriter:
     def _append(self, name: str, opened: _Open, batch: EncodedBatch) -> None:
         features = batch.features.numpy()
         scales = None if batch.scales is None else batch.scales.numpy()
-        finite = batch.finite.numpy()
+        sound = batch.sound.numpy()
         if batch.errors is not None:
             opened.errors.append(batch.errors.numpy().copy())
         start = 0
         for index, length in zip(batch.indices, batch.lengths, strict=True):
             rows = slice(start, start + length)
             start += length
-            if finite[rows].all():
+            if sound[rows].all():
                 sample_id, group, token_ids, loss_mask = self._table.sample(index)
                 sample_scales = None if scales is None else scales[rows]
                 with self._overlap.busy(f"writer {name}"):
@@ -201,8 +201,8 @@ class StoreWriter:
                 opened.indices.append(index)
                 self._overlap.wrote(name, length * self._encoding.bytes_per_token)
             else:
-                position, layer = (int(number) for number in np.argwhere(~finite[rows])[0])
-                reason = f"hidden state of layer {self._layer_id(layer)} is not finite at token {position} of {length}"
+                position, layer = (int(number) for number in np.argwhere(~sound[rows])[0])
+                reason = unsound_state(self._layer_id(layer), position, length)
                 self._quarantine(opened, index, reason)
             if self._is_due(opened):
                 self._commit(name, opened)

@@ -34,6 +34,9 @@ ENCODINGS = ("bf16", "int8", "projected-int8", "projected-int4")
 AUTO_RANK = "auto"
 INT8_LIMIT = 127
 INT4_LIMIT = 7
+LARGEST_STATE = 1e10
+"""Of |h| that is stored. What is beyond comes of a fault: the largest known states, of attention sinks, are some 1e6 (float16,
+65,504, is too small for Gemma 3). No less than 1e-9 is D, so D^-1 h stays below 1e19, whose square float32 still holds."""
 ALIGN_BYTES = 512  # O_DIRECT wants row offsets on a disk sector, store-format.md section 2.1
 
 
@@ -115,7 +118,7 @@ class Encoding:
         """Encode raw states h [..., L * H].
 
         Returns features as stored [..., columns] (bf16: int16 bit view; int8; int4: uint8) and float32 scales [..., G] or
-        None. The states must be finite. int8: q = round(D^-1 h / s), s = absmax / 127 per token and layer, so the error is
+        None. The states must be sound (`are_sound`). int8: q = round(D^-1 h / s), s = absmax / 127 per token and layer, so the error is
         at most s / 2. Projected: q_i = round(y_i / (s √λ_i)), s = max_i(|y_i| / √λ_i) / 127 (int4: 7) per token.
         """
         import torch
@@ -200,6 +203,17 @@ class Encoding:
             return weight
         assert calibration.projection is not None, "projected encodings come with a projection"
         return weight @ calibration.projection.double().T
+
+
+def are_sound(states: torch.Tensor) -> torch.Tensor:
+    """Whether the states [..., H] of a token and layer may be stored, bool [...]: finite and none beyond LARGEST_STATE."""
+    return states.abs().amax(dim=-1).float() <= LARGEST_STATE  # NaN goes through amax, and is not below anything
+
+
+def unsound_state(layer_id: int, token: int, num_tokens: int) -> str:
+    """Why a sample is quarantined: the first of its states that may not be stored."""
+    limit = f"{LARGEST_STATE:.0e}"
+    return f"hidden state of layer {layer_id} is not finite, or beyond {limit}, at token {token} of {num_tokens}"
 
 
 def has_kernels(tensor: torch.Tensor) -> bool:

@@ -1,8 +1,8 @@
 """Triton kernels of the int8 and bf16 encodings, each equal bit for bit to its torch twin in encoding.py.
 
 Encoding reads the output of one tapped layer where it lies, [B, T, H] with padding, and writes what is stored: gather of
-the real tokens, D^-1, absmax, quantisation and the finite flag in one pass, so one byte a value is left to copy and no
-float32 array as large as the states is made. Decoding turns bytes and scales into what `fc` reads in one pass.
+the real tokens, D^-1, absmax, quantisation and the flag of what is sound (encoding.are_sound) in one pass, so one byte a
+value is left to copy and no float32 array as large as the states is made. Decoding turns bytes and scales into what `fc` reads in one pass.
 
 What keeps them equal to torch: quotients by `div_rn` (Triton's own `/` is approximate in float32), rounding to nearest
 even by adding and taking away 1.5 * 2^23, absmax, which no order of reduction changes. One program a token (decoding: a
@@ -22,9 +22,11 @@ import torch
 import triton
 import triton.language as tl
 
+from dflash_train.store.encoding import LARGEST_STATE
+
 INT8_LIMIT = tl.constexpr(127.0)
 ROUND_TO_EVEN = tl.constexpr(12582912.0)  # 1.5 * 2^23: float32 has no fraction bits up there
-INFINITY = tl.constexpr(float("inf"))
+LARGEST = tl.constexpr(LARGEST_STATE)
 
 
 @triton.jit
@@ -46,7 +48,7 @@ def _encode_int8(  # type: ignore[no-untyped-def]
     channel_scale,
     features,
     scales,
-    finite,
+    sound,
     state_stride,
     feature_stride,
     scale_stride,
@@ -59,7 +61,7 @@ def _encode_int8(  # type: ignore[no-untyped-def]
     inside = column < hidden_size
     values = tl.load(states + row * state_stride + column, mask=inside, other=0.0).to(tl.float32)
     divisors = tl.load(channel_scale + column, mask=inside, other=1.0)
-    num_bad = tl.sum((tl.abs(values) < INFINITY).to(tl.int32) ^ 1, axis=0)
+    num_bad = tl.sum((tl.abs(values) <= LARGEST).to(tl.int32) ^ 1, axis=0)
     scaled = tl.div_rn(values, divisors)
     scale = tl.div_rn(tl.max(tl.abs(scaled), axis=0), INT8_LIMIT)
     step = tl.where(scale > 0.0, scale, 1.0)
@@ -68,7 +70,7 @@ def _encode_int8(  # type: ignore[no-untyped-def]
     quantised = (quotients + ROUND_TO_EVEN) - ROUND_TO_EVEN
     tl.store(features + token * feature_stride + column, quantised.to(tl.int8), mask=inside)
     tl.store(scales + token * scale_stride, scale)
-    tl.store(finite + token * scale_stride, (num_bad == 0).to(tl.uint8))
+    tl.store(sound + token * scale_stride, (num_bad == 0).to(tl.uint8))
 
 
 @triton.jit
@@ -76,10 +78,10 @@ def _gather(  # type: ignore[no-untyped-def]
     states,
     rows,
     out,
-    finite,
+    sound,
     state_stride,
     out_stride,
-    finite_stride,
+    sound_stride,
     hidden_size,
     BLOCK: tl.constexpr,
 ):
@@ -88,9 +90,9 @@ def _gather(  # type: ignore[no-untyped-def]
     column = tl.arange(0, BLOCK)
     inside = column < hidden_size
     values = tl.load(states + row * state_stride + column, mask=inside, other=0.0).to(tl.float32)
-    num_bad = tl.sum((tl.abs(values) < INFINITY).to(tl.int32) ^ 1, axis=0)
+    num_bad = tl.sum((tl.abs(values) <= LARGEST).to(tl.int32) ^ 1, axis=0)
     tl.store(out + token * out_stride + column, _rounded(values, out.dtype.element_ty), mask=inside)
-    tl.store(finite + token * finite_stride, (num_bad == 0).to(tl.uint8))
+    tl.store(sound + token * sound_stride, (num_bad == 0).to(tl.uint8))
 
 
 @triton.jit
@@ -114,32 +116,32 @@ def encode_int8(
     channel_scale: torch.Tensor,
     features: torch.Tensor,
     scales: torch.Tensor,
-    finite: torch.Tensor,
+    sound: torch.Tensor,
 ) -> None:
     """Encode rows [N] (int64) of one layer's states [M, H] into views of its columns: features int8 [N, H] of
-    [N, L * H], scales float32 [N] and finite bool [N] of [N, L]."""
+    [N, L * H], scales float32 [N] and sound bool [N] of [N, L]."""
     assert states.stride(-1) == channel_scale.stride(-1) == features.stride(-1) == 1
-    assert scales.stride(0) == finite.stride(0)
+    assert scales.stride(0) == sound.stride(0)
     if not len(rows):
         return
     with _device_of(states):
         _encode_int8[(len(rows),)](
-            *(states, rows, channel_scale, features, scales, finite.view(torch.uint8)),
+            *(states, rows, channel_scale, features, scales, sound.view(torch.uint8)),
             *(states.stride(0), features.stride(0), scales.stride(0), states.shape[1]),
             **_configuration(states.shape[1]),
         )
 
 
-def gather(states: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, finite: torch.Tensor) -> None:
+def gather(states: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, sound: torch.Tensor) -> None:
     """Copy rows [N] (int64) of one layer's states [M, H] into out [N, H], a view of its columns of [N, L * H], rounded
-    to out's dtype, and say in finite, bool [N] of [N, L], whether they are."""
+    to out's dtype, and say in sound, bool [N] of [N, L], whether they are."""
     assert states.stride(-1) == out.stride(-1) == 1
     if not len(rows):
         return
     with _device_of(states):
         _gather[(len(rows),)](
-            *(states, rows, out, finite.view(torch.uint8)),
-            *(states.stride(0), out.stride(0), finite.stride(0), states.shape[1]),
+            *(states, rows, out, sound.view(torch.uint8)),
+            *(states.stride(0), out.stride(0), sound.stride(0), states.shape[1]),
             **_configuration(states.shape[1]),
         )
 

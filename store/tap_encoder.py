@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dflash_train.store.encoding import Encoding, has_kernels
+from dflash_train.store.encoding import Encoding, are_sound, has_kernels
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ class TapEncoder:
         import torch
 
         self.encoding = encoding
-        self.finite = rows.new_zeros((len(rows), encoding.num_layers), dtype=torch.bool)
+        self.sound = rows.new_zeros((len(rows), encoding.num_layers), dtype=torch.bool)
         self._calibration = calibration
         self._rows = rows
         num_probed = min(PROBE_TOKENS, len(rows)) if encoding.name != "bf16" else 0
@@ -56,31 +56,31 @@ class TapEncoder:
             self._states = states.new_empty((len(rows), encoding.num_states), dtype=dtype)
             if encoding.name == "int8":
                 self._scales = states.new_empty((len(rows), encoding.num_layers), dtype=torch.float32)
-        out, finite = self._states[:, columns], self.finite[:, layer]
+        out, sound = self._states[:, columns], self.sound[:, layer]
         if len(self._probe):
             self._probed.append(states[rows[self._probe]].float())
         if not with_kernels:
             gathered = states[rows]
             out.copy_(gathered)
-            finite.copy_(gathered.isfinite().all(dim=-1))
+            sound.copy_(are_sound(gathered))
             return
         from dflash_train.store import kernels
 
         if encoding.name == "int8":
             assert self._scales is not None
             divisors = self._calibration.channel_scale[columns]
-            kernels.encode_int8(states, rows, divisors, out, self._scales[:, layer], finite)
+            kernels.encode_int8(states, rows, divisors, out, self._scales[:, layer], sound)
         else:
-            kernels.gather(states, rows, out, finite)
+            kernels.gather(states, rows, out, sound)
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Features [N, columns] as stored, scales [N, G] or None, and whether a token's state was finite, bool [N, L]."""
+        """Features [N, columns] as stored, scales [N, G] or None, and whether a token's state was sound, bool [N, L]."""
         import torch
 
         assert self._states is not None, "no layer was added"
         if self.encoding.name == "int8" and self._states.dtype == torch.int8:
-            return self._states, self._scales, self.finite
-        return *self.encoding.encode(self._states, self._calibration), self.finite
+            return self._states, self._scales, self.sound
+        return *self.encoding.encode(self._states, self._calibration), self.sound
 
     def errors(self, features: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor | None:
         """Of what `finish` returned: mean square error of D^-1 h relative to its mean square, [L], over some tokens.
@@ -99,5 +99,5 @@ class TapEncoder:
         groups = (len(probe), encoding.num_layers, encoding.hidden_size)
         lost = (encoding.scaled_states(decoded, self._calibration) - wanted).view(groups).square().sum(-1)
         relative = lost / wanted.view(groups).square().sum(-1)
-        sound = relative.isfinite()  # neither zeros nor what is not finite
-        return relative.where(sound, 0).sum(0) / sound.sum(0).clamp_min(1)
+        measured = relative.isfinite()  # neither zeros nor what is not finite
+        return relative.where(measured, 0).sum(0) / measured.sum(0).clamp_min(1)

@@ -451,7 +451,7 @@ def write(
     return committed, StoreReader(config.store)
 
 
-def test_states_that_are_not_finite_put_the_sample_into_quarantine(
+def test_states_that_are_not_finite_or_absurd_put_the_sample_into_quarantine(
     opened: tuple[ExtractConfig, SampleTable, Forwarder],
     target: Target,
     monkeypatch: pytest.MonkeyPatch,
@@ -463,6 +463,7 @@ def test_states_that_are_not_finite_put_the_sample_into_quarantine(
         def broken_tap(layer: int, states: torch.Tensor) -> None:
             states = states.clone()
             states[1, 7 if layer else 9, 5] = float("nan" if layer else "inf")
+            states[2, 4, 3] = 1e30 if layer else 1
             tap(layer, states)
 
         run_taps(self, token_ids, broken_tap)
@@ -470,10 +471,16 @@ def test_states_that_are_not_finite_put_the_sample_into_quarantine(
     monkeypatch.setattr(Target, "run_taps", broken)
     batches = list(forwarder.run([0, 1, 2]))
     committed, reader = write(config, table, batches)
-    assert reader.samples["id"].tolist() == [table.ids[0], table.ids[2]]
-    length = int(table.lengths[1])
-    reason = f"hidden state of layer 2 is not finite at token 7 of {length}"
-    assert reader.quarantined() == [{"id": format_id(int(table.ids[1])), "row": None, "reason": reason}]
+    assert reader.samples["id"].tolist() == [table.ids[0]]
+    wanted = [
+        {
+            "id": format_id(int(table.ids[index])),
+            "row": None,
+            "reason": f"hidden state of layer 2 is not finite, or beyond 1e+10, at token {token} of {table.lengths[index]}",
+        }
+        for index, token in ((1, 7), (2, 4))
+    ]
+    assert reader.quarantined() == wanted
     assert [message.indices for message in committed] == [(0, 1, 2)]
     done = preparation.stored_indices(table, reader)
     assert np.flatnonzero(done).tolist() == [0, 1, 2], "a resume does not try it again"
@@ -505,7 +512,7 @@ def test_out_of_memory_halves_the_token_budget_for_the_rest_of_the_run(
     assert shapes[0] == (5, longest) and [index for part in parts for index in part.indices] == [4, 5, 6, 7, 8]
     num_short = sum(rows * tokens > room for rows, tokens in shapes)
     assert 1 <= num_short <= 2, "5 longest samples, then 2.5 or 1.25 of them"
-    assert torch.equal(whole.finite, torch.cat([part.finite for part in parts]))
+    assert torch.equal(whole.sound, torch.cat([part.sound for part in parts]))
     assert len(whole.features) == sum(len(part.features) for part in parts)
     shapes.clear()
     run([8, 7, 6, 5, 4])
@@ -639,7 +646,7 @@ def test_batches_through_reused_buffers_and_two_threads_are_stored_as_they_are(
             part.wait(overlap)
             [other] = wanted[batch[0]]
             assert isinstance(other, EncodedBatch) and torch.equal(part.features, other.features)
-            assert (part.scales is None) == (other.scales is None) and torch.equal(part.finite, other.finite)
+            assert (part.scales is None) == (other.scales is None) and torch.equal(part.sound, other.sound)
             assert not part.on_device
             store_writer.put(part)
     store_writer.close()
@@ -695,7 +702,7 @@ def test_encoded_batches_leave_out_the_padding(opened: tuple[ExtractConfig, Samp
     _, table, forwarder = opened
     [batch] = forwarder.run([3, 4])
     assert isinstance(batch, EncodedBatch) and batch.lengths == tuple(table.lengths[3:5])
-    assert batch.features.shape == (table.lengths[3:5].sum(), 64) and bool(batch.finite.all())
+    assert batch.features.shape == (table.lengths[3:5].sum(), 64) and bool(batch.sound.all())
 
 
 def test_reference_samples_are_those_of_the_stored_ones_that_their_ids_choose(
@@ -715,7 +722,7 @@ def test_reference_samples_are_those_of_the_stored_ones_that_their_ids_choose(
         assert isinstance(part, EncodedBatch)
         for index in part.indices:
             if index == 11:  # not finite, so not stored
-                part.finite[sum(part.lengths[:11])] = False
+                part.sound[sum(part.lengths[:11])] = False
         worker.add_reference(part, target, table, reference)
         store_writer.put(part)
     store_writer.close()

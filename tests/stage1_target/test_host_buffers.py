@@ -23,15 +23,15 @@ def test_buffers_hold_what_the_encoding_makes_and_do_not_overlap(
     taken = [buffers.take() for _ in range(3)]
     for number, buffer in enumerate(taken):
         assert (buffer.features.dtype, buffer.features.shape) == (dtype, (33, columns))
-        assert buffer.scales.shape == (33, groups) and buffer.finite.shape == (33, 3)
+        assert buffer.scales.shape == (33, groups) and buffer.sound.shape == (33, 3)
         assert buffer.errors.shape == (1, 3) and buffer.errors.dtype == torch.float32
         assert buffer.features.data_ptr() % 4096 == 0
         buffer.features.fill_(number + 1)
         buffer.scales.fill_(number + 1)
-        buffer.finite.fill_(number == 1)
+        buffer.sound.fill_(number == 1)
     for number, buffer in enumerate(taken):
         assert bool((buffer.features == number + 1).all()) and bool((buffer.scales == number + 1).all())
-        assert bool(buffer.finite.all()) == (number == 1)
+        assert bool(buffer.sound.all()) == (number == 1)
     assert buffers.num_bytes % 4096 == 0 and buffers.num_bytes >= sum(b.features.nbytes for b in taken)
 
 
@@ -50,7 +50,7 @@ def test_pinned_buffers_take_copies_and_can_be_made_again() -> None:
     for _ in range(3):
         buffers = HostBuffers(make_encoding("int8", 3, 576), 500, count=4, pinned=True)
         buffer = buffers.take()
-        assert buffer.features.is_pinned() and buffer.scales.is_pinned() and buffer.finite.is_pinned()
+        assert buffer.features.is_pinned() and buffer.scales.is_pinned() and buffer.sound.is_pinned()
         source = torch.randint(-127, 128, buffer.features.shape, dtype=torch.int8, device="cuda")
         buffer.features.copy_(source, non_blocking=True)
         torch.cuda.synchronize()

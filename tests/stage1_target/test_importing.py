@@ -232,7 +232,7 @@ def spoil_specforge(folder: Path, target: Target) -> dict[int, str]:
     return {
         0: "it cannot be read: RuntimeError: PytorchStreamReader failed",
         1: "it is damaged, or holds more than tensors, which could run code",
-        2: "a hidden state is not finite at token 17 of 100",
+        2: "hidden state of layer 3 is not finite, or beyond 1e+10, at token 17 of 100",
         3: "no supervised tokens",
         4: "it cannot be read: EOFError: ",
         5: "its aux_hidden_state has shape [1, 5, 32], but tokens x 2 layers of 32 channels are wanted",
@@ -259,6 +259,31 @@ def test_files_that_cannot_be_used_are_named_with_the_reason_and_tried_again_whe
     mended = import_store(config)
     assert (mended.num_new, mended.num_stored, mended.num_known) == (6, 2, 0)
     assert_imported(config.store, target)
+
+
+@pytest.mark.parametrize("value", [1e30, 2e10, float("inf")])
+def test_absurd_states_are_quarantined_as_in_extract(config: ImportConfig, target: Target, value: float) -> None:
+    """They would be stored, and their squares are beyond what a step of training can hold."""
+    write_specforge(config.source, target)
+    content = specforge_content(target, 6, 64)
+    content["aux_hidden_state"][0, 9, 5] = value
+    (path,) = config.source.rglob("data_6.ckpt")
+    torch.save(content, path)
+    result = import_store(replace(config, encoding="int8"))
+    assert result.num_new == 7
+    assert [entry["reason"] for entry in StoreReader(config.store).quarantined()] == [
+        "hidden state of layer 1 is not finite, or beyond 1e+10, at token 9 of 64"
+    ]
+
+
+def test_a_pickle_of_another_protocol_is_left_out_without_torchs_warning(config: ImportConfig, target: Target) -> None:
+    """torch warns of the protocol once a process, then refuses the file: only the latter says what was done."""
+    write_specforge(config.source, target)
+    (path,) = config.source.rglob("data_6.ckpt")
+    torch.save(torch.load(path), path, pickle_protocol=4)
+    result = import_store(config)  # warnings are errors here, and would be the reason
+    assert result.num_new == 7
+    assert list(result.reasons) == ["it is damaged, or holds more than tensors, which could run code"]
 
 
 def test_a_file_that_is_a_link_to_nowhere_ends_no_import(config: ImportConfig, target: Target) -> None:

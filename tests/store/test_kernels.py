@@ -28,7 +28,7 @@ from dflash_train.store import kernels
 
 pointers = {"states": "*bf16", "rows": "*i64", "channel_scale": "*fp32", "features": "*i8", "scales": "*fp32"}
 sizes = dict.fromkeys(("state_stride", "feature_stride", "scale_stride", "hidden_size"), "i32")
-signature = {**pointers, "finite": "*u8", **sizes, "BLOCK": "constexpr"}
+signature = {**pointers, "sound": "*u8", **sizes, "BLOCK": "constexpr"}
 source = triton.compiler.ASTSource(kernels._encode_int8, signature, constexprs={"BLOCK": 128})
 print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["ptx"])
 """

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dflash_train.store.calibration import Calibration
-from dflash_train.store.encoding import make_encoding
+from dflash_train.store.encoding import LARGEST_STATE, make_encoding
 from dflash_train.store.tap_encoder import TapEncoder
 
 L, H, RANK = 3, 8, 11
@@ -34,12 +34,15 @@ def test_layer_by_layer_gives_what_all_layers_at_once_give(name: str, calibratio
     states = torch.randn(4, 33, L * H, generator=torch.Generator().manual_seed(0))
     rows = (torch.arange(33)[None, :] < torch.tensor([33, 32, 7, 1])[:, None]).flatten().nonzero()[:, 0]
     states[1, 5, 9] = float("nan")
+    states[0, 17, 20] = -2e10  # finite, but beyond what any target has
+    states[0, 18, 20] = 9e9
     states[3, 20, 0] = float("inf")  # padding
-    encoder, (features, scales, finite) = encode(name, calibration, states, rows)
+    encoder, (features, scales, sound_states) = encode(name, calibration, states, rows)
     real = states.flatten(0, 1)[rows]
-    assert finite.tolist() == real.view(-1, L, H).isfinite().all(-1).tolist() and int((~finite).sum()) == 1
+    assert sound_states.tolist() == (real.view(-1, L, H).abs() <= LARGEST_STATE).all(-1).tolist()
+    assert (~sound_states).nonzero().tolist() == [[17, 2], [38, 1]]
     wanted, wanted_scales = encoder.encoding.encode(real, calibration)
-    sound = finite.all(1)
+    sound = sound_states.all(1)
     assert torch.equal(features[sound], wanted[sound])
     assert (scales is None) == (wanted_scales is None)
     if scales is not None and wanted_scales is not None:
