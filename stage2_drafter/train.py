@@ -7,8 +7,6 @@ Under torchrun every process calls `train` itself and is a rank.
 """
 
 import math
-import secrets
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -28,6 +26,7 @@ from dflash_train.machine.launch import (
     torchrun_place,
     with_compile_cache,
 )
+from dflash_train.machine.rendezvous import rendezvous_file
 from dflash_train.stage2_drafter.checkpoint import Checkpoint, newest_checkpoint
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.events import Progress
@@ -175,16 +174,26 @@ def _follow(
     measurement: Measurement | None,
 ) -> bool:
     """Start the ranks and pass on what they say until all have ended; returns whether they were stopped."""
+    with rendezvous_file() as rendezvous:
+        return _follow_ranks(config, devices, report, progress, measurement, rendezvous.as_uri())
+
+
+def _follow_ranks(
+    config: TrainConfig,
+    devices: list[Device],
+    report: Report,
+    progress: Progress,
+    measurement: Measurement | None,
+    rendezvous: str,
+) -> bool:
     world = len(devices)
-    # on this machine's own disk: the run folder may be on a network file system, where file locks are unreliable
-    rendezvous = Path(tempfile.gettempdir()) / f"dflash-rendezvous-{secrets.token_hex(8)}"
     arguments = [
         {
             "config": config,
             "rank": rank,
             "world": world,
             "device": device.torch_device,
-            "rendezvous": rendezvous.as_uri(),
+            "rendezvous": rendezvous,
             "measurement": measurement if rank == 0 else None,
         }
         for rank, device in enumerate(devices)
@@ -195,33 +204,30 @@ def _follow(
         for rank, device in enumerate(devices)
     ]
     stopped = False
-    try:
-        with (
-            start_processes(RANK_FUNCTION, arguments, caches, config.run / "logs", "rank") as group,
-            stop_signals() as stop,
-        ):
-            told, done = False, set[int]()
-            while group.running:
-                for process, message in group.wait(_POLL_SECONDS):
-                    if message is None:
-                        if not (process.lingered and process.index in done):
-                            _check_end(process, group)
-                    elif message[0] == "line":
-                        report(message[1])
-                    elif message[0] == "step":
-                        progress(message[1])
-                    elif message[0] == "input_error":
-                        raise InputError(message[1])
-                    else:
-                        done.add(process.index)
-                        stopped = bool(message[1])
-                if stop.is_set() and not told:
-                    told = True
-                    report("stopping after the step under way; once more to stop at once")
-                    for process in group.running:
-                        process.send("stop")
-    finally:
-        rendezvous.unlink(missing_ok=True)
+    with (
+        start_processes(RANK_FUNCTION, arguments, caches, config.run / "logs", "rank") as group,
+        stop_signals() as stop,
+    ):
+        told, done = False, set[int]()
+        while group.running:
+            for process, message in group.wait(_POLL_SECONDS):
+                if message is None:
+                    if not (process.lingered and process.index in done):
+                        _check_end(process, group)
+                elif message[0] == "line":
+                    report(message[1])
+                elif message[0] == "step":
+                    progress(message[1])
+                elif message[0] == "input_error":
+                    raise InputError(message[1])
+                else:
+                    done.add(process.index)
+                    stopped = bool(message[1])
+            if stop.is_set() and not told:
+                told = True
+                report("stopping after the step under way; once more to stop at once")
+                for process in group.running:
+                    process.send("stop")
     return stopped
 
 

@@ -318,9 +318,12 @@ def wait_for_step(process: "subprocess.Popen[str]", step: int) -> None:
 
 
 def test_killed_trainer_goes_on_exactly_and_a_signal_stops_it_cleanly(
-    make_store: MakeStore, make_train_config: MakeConfig
+    make_store: MakeStore, make_train_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGKILL in mid-run, then SIGTERM in mid-run, then to the end: one curve, that of the uninterrupted run."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))  # of the processes that are killed and stopped
     store = make_store()
     options: dict[str, Any] = {"steps": 400, "save_every": 100, "evaluate_every": 100, "lr": 1e-3}
     whole, parts = make_train_config(store, **options), make_train_config(store, run="parts", **options)
@@ -331,6 +334,7 @@ def test_killed_trainer_goes_on_exactly_and_a_signal_stops_it_cleanly(
     killed.communicate()
     newest = newest_checkpoint(parts.run)
     assert newest is not None and 100 <= newest.step < 400
+    assert len(list(temporary.glob("dflash-rendezvous-*"))) == 1
     deadline = time.monotonic() + 20
     while True:  # the rank dies with its parent, and its lock with it
         try:
@@ -342,6 +346,7 @@ def test_killed_trainer_goes_on_exactly_and_a_signal_stops_it_cleanly(
     stopped.send_signal(signal.SIGTERM)
     out, _ = stopped.communicate()
     assert stopped.returncode == 0, out
+    assert list(temporary.glob("dflash-rendezvous-*")) == [], "the killed one's is gone as well"
     last = newest_checkpoint(parts.run)
     assert last is not None
     assert out.splitlines()[-1] == f"stopped at step {last.step} of 400; run again to go on"
