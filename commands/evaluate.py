@@ -63,8 +63,8 @@ INTERRUPTED = 130
 @click.option(
     "--replay",
     is_flag=True,
-    help="Temperature 0: the acceptance length alone, exact and in seconds, from the target's own greedy answers of all "
-    "turns.",
+    help="Temperature 0: the acceptance length alone, in seconds, from the target's own greedy answers of all turns. In "
+    "float32 the rounds are those of decoding; in bfloat16 up to rounding.",
 )
 @click.option(
     "--batch-size", default=64, show_default=True, help="Answers that the target decodes at once, with --replay."

@@ -99,6 +99,12 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
+def test_help_of_replay_promises_equal_rounds_in_float32_alone() -> None:
+    words = " ".join(CliRunner().invoke(main, ["evaluate", "--help"], terminal_width=120).output.split())
+    said = words[words.index("--replay ") : words.index("--batch-size ")]
+    assert "exact" not in said and "In float32 the rounds are those of decoding; in bfloat16 up to rounding." in said
+
+
 @pytest.mark.parametrize(
     "words, status, message",
     [
