@@ -45,11 +45,11 @@ pointers = {"state_pointer": "*i8", "count_pointer": "*i32", "index_pointer": "*
 compile_for_hopper(mask_kernel._order, pointers | lines, WIDTH=256)
 
 strides = {"state_stride": "i64", "hidden_size": "i32"}
-tokens = {"states": "*bf16", "rows": "*i64", "finite": "*u8"}
+tokens = {"states": "*bf16", "rows": "*i64", "sound": "*u8"}
 encoded = {"channel_scale": "*fp32", "features": "*i8", "scales": "*fp32", "feature_stride": "i64", "scale_stride": "i64"}
 compile_for_hopper(kernels._encode_int8, tokens | strides | encoded, num_warps=8, BLOCK=4096)
 for out in ("bf16", "fp32"):
-    gathered = {"out": f"*{out}", "out_stride": "i64", "finite_stride": "i64"}
+    gathered = {"out": f"*{out}", "out_stride": "i64", "sound_stride": "i64"}
     compile_for_hopper(kernels._gather, tokens | strides | gathered, num_warps=8, BLOCK=4096)
     decoded = {"features": "*i8", "scales": "*fp32", "out": f"*{out}", "num_layers": "i32", "hidden_size": "i32"}
     compile_for_hopper(kernels._decode_int8, decoded, num_warps=8, BLOCK=4096)
