@@ -32,6 +32,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -43,7 +44,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_train.benchmarks.quality_table import BASE, RAW, SCALED, format_tables, read_results
+from dflash_train.benchmarks.quality_table import BASE, RAW, SCALED, append_result, format_tables, read_results
 from dflash_train.stage2_drafter.checkpoint import newest_checkpoint
 from dflash_train.stage2_drafter.rows import RowSchedule, by_id, in_fraction, split_holdout
 from dflash_train.stage2_drafter.run_folder import read_metrics
@@ -152,7 +153,9 @@ def planned_rows(
     reader = StoreReader(store, segments)
     samples = reader.samples
     ids, lengths = np.asarray(samples["id"]), np.asarray(samples["length"]).astype(np.int64)
-    training = by_id(np.flatnonzero(~split_holdout(samples["group"], options.holdout) & in_fraction(ids, fraction)), ids)
+    training = by_id(
+        np.flatnonzero(~split_holdout(samples["group"], options.holdout) & in_fraction(ids, fraction)), ids
+    )
     schedule = RowSchedule(lengths, training, seed=seed, row_tokens=options.row_tokens, epochs=None)
     hashed, tokens = hashlib.blake2b(digest_size=8), []
     for step in range(steps):
@@ -338,9 +341,12 @@ class Benchmark:
         for name in names:
             source = STORES[name].copy_of
             if source is not None and self._is_made(source) and not self._is_made(name):
-                shutil.rmtree(self.path(name), ignore_errors=True)
-                copy_as_tapped(self.path(source), self.path(name))
-                self._note_made(name)
+                self.together([lambda name=name, source=source: self._copy(name, source)])  # type: ignore[misc]
+
+    def _copy(self, name: str, source: str) -> None:
+        shutil.rmtree(self.path(name), ignore_errors=True)
+        copy_as_tapped(self.path(source), self.path(name))
+        self._note_made(name)
 
     def _extract(self, name: str) -> None:
         if self._is_made(name):
@@ -394,11 +400,12 @@ class Benchmark:
         words += ["--no-plain"] if options.decode else ["--replay", "--batch-size", options.evaluate_batch]
         self.dflash(log, *words, "--json", "--quiet")
         line = self._line(variant, seed, run, log, json.loads(report.read_text()))
+        if line["acceptance_length"] is None:
+            raise Failed(f"{variant.name}, seed {seed}: no round was measured, all answers have a single token")
         line |= {"train_seconds": trained, "seconds": time.monotonic() - began}
         with self._lock:
             self.lines.append(line)
-            with options.results.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            append_result(options.results, line)
         self.say(
             f"{variant.name}, seed {seed}: acceptance length {line['acceptance_length']:.3f}, {line['seconds']:.0f} s "
             f"({trained:.0f} s of training)"
@@ -445,8 +452,9 @@ class Benchmark:
         return path
 
     def _keep_cache(self, own: Path, cache: Path) -> None:
-        temporary = cache.with_name(f"{cache.name}-{threading.get_ident()}")
-        shutil.copytree(own, temporary)
+        cache.parent.mkdir(exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f"{cache.name}-", dir=cache.parent))
+        shutil.copytree(own, temporary, dirs_exist_ok=True)
         try:
             temporary.rename(cache)
         except OSError:  # another run of this shape was first

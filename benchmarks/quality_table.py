@@ -6,6 +6,7 @@ difference is free of what a seed does to both; s.e. is the standard error of th
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import statistics
@@ -89,8 +90,17 @@ class Difference:
 
 def read_results(path: Path) -> list[Line]:
     """The lines of a results file; an unfinished last one is left out."""
-    text = path.read_text() if path.exists() else ""
+    text = path.read_text(errors="replace") if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n") and line.strip()]
+
+
+def append_result(path: Path, line: Line) -> None:
+    """Append a line, in the place of an unfinished last one; several processes may append to one file."""
+    with path.open("a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(json.dumps(line).encode() + b"\n")
 
 
 def mean_error(values: Sequence[float]) -> tuple[float, float | None]:

@@ -65,6 +65,59 @@ def test_only_finished_runs_with_the_same_settings_are_skipped(tmp_path: Path) -
     assert [(variant.name, seed) for variant, seed in left] == [("fp8", 0), ("int8", 1), ("fp8", 1)]
 
 
+def test_a_line_takes_the_place_of_one_that_a_kill_tore(tmp_path: Path) -> None:
+    path, lines = tmp_path / "results.jsonl", [line("int8", seed, 2.0) for seed in range(3)]
+    quality_table.append_result(path, lines[0])
+    with path.open("a") as file:
+        file.write(json.dumps(lines[1])[:40])
+    assert quality_table.read_results(path) == lines[:1]
+    for entry in lines[1:]:
+        quality_table.append_result(path, entry)
+    assert quality_table.read_results(path) == lines
+
+
+class NoCommands(quality.Benchmark):
+    """All commands do nothing; an evaluation measured no round."""
+
+    def dflash(self, log: Path, *words: object) -> None:
+        if words[0] == "evaluate":
+            Path(str(words[words.index("--output") + 1])).write_text(json.dumps({"acceptance_length": None}))
+
+    def _line(
+        self, variant: quality.Variant, seed: int, run: Path, log: Path, report: dict[str, Any]
+    ) -> dict[str, Any]:
+        return report
+
+
+def make_benchmark(folder: Path) -> quality.Benchmark:
+    data = folder / "data.jsonl"
+    data.write_text("")
+    words = (
+        f"--target T --data {data} --held-out {data} --folder {folder}/work --results {folder}/results.jsonl --gpus cpu"
+    )
+    return NoCommands(quality.make_parser().parse_args([*words.split(), "--plan", "encodings"]))
+
+
+def test_a_run_without_a_round_is_a_failure_and_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    benchmark = make_benchmark(tmp_path)
+    monkeypatch.setattr(benchmark, "_compile_cache", lambda variant: tmp_path / "none")
+    with pytest.raises(quality.Failed, match="int8, seed 0: no round was measured"):
+        benchmark.run(quality.Variant("int8", "int8"), 0)
+    assert not (tmp_path / "results.jsonl").exists()
+
+
+def test_a_copy_that_fails_does_not_stop_the_runs_of_other_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(source: Path, copy: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(quality, "copy_as_tapped", no_space)
+    benchmark = make_benchmark(tmp_path)
+    benchmark.make_stores(["bf16", "bf16-as-tapped", "int8"])
+    assert benchmark.failures == ["OSError: [Errno 28] No space left on device"]
+
+
 def test_differences_are_paired_by_seed() -> None:
     lines = [line("bf16", seed, 2.0 + seed) for seed in range(4)]
     lines += [line("int8", seed, 2.0 + seed + delta) for seed, delta in enumerate((-0.01, 0.0, -0.02))]
