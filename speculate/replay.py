@@ -36,7 +36,7 @@ from dflash_train.speculate.loading import check_drafter_fits_target
 from dflash_train.speculate.prompts import Prompt
 from dflash_train.speculate.target_cache import TargetCache
 from dflash_train.stage1_target.generator import generate_tokens
-from dflash_train.stage1_target.target import Target, stop_token_ids
+from dflash_train.stage1_target.target import Target, stop_token_ids, text_config
 from dflash_train.stage1_target.tokenization import ChatRenderer
 from dflash_train.stage2_drafter.blocks import dense_block_mask
 from dflash_train.stage2_drafter.drafter import Attend, Drafter
@@ -49,6 +49,8 @@ MOST_CELLS = 2**26
 """Attention scores of one forward of the drafter: 256 MiB in fp32, of which three copies live at once."""
 MOST_LOGITS = 2**27
 """Logits of one forward: 256 MiB in bf16."""
+CHANGING_ROTATIONS = ("dynamic", "longrope")
+"""Kinds of rotary embedding in transformers whose angles depend on the length of the forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +258,7 @@ class Replayer:
         turns: dict[int, list[TurnResult]] = {index: [] for index in indices}
         while waiting := {index: one.token_ids for index, one in asking.items() if one.token_ids is not None}:
             asked = list(waiting.values())
+            check_one_rotation(target, max(map(len, asked)) + limit)
             answers = answer_greedily(
                 target, asked, limit, self._stop_ids, batch_size=self.num_together, stop=self.stop
             )
@@ -264,6 +267,24 @@ class Replayer:
                 turns[index].append(TurnResult(num_prompt_tokens=len(answer.prompt_ids), speculative=result))
                 asking[index].answer(result)
         return [PromptResult(index=index, source=prompts[index].source, turns=turns[index]) for index in indices]
+
+
+def check_one_rotation(target: Target, num_positions: int) -> None:
+    """Raise InputError where a target turns its keys by other angles once a forward reaches so many positions.
+
+    Then the states of a token depend on how long the forward is, and on what else is in its batch: the features of a
+    whole answer, read at once, are not those of decoding.
+    """
+    config = text_config(target.model_config)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in (parameters, *parameters.values()):  # of some targets a table for each kind of layer
+        if isinstance(rope, dict) and rope.get("rope_type") in CHANGING_ROTATIONS:
+            most = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+            if num_positions > most:
+                raise InputError(
+                    f"The target's {rope['rope_type']} rotation changes after {most:,} positions, and a prompt and its answer "
+                    f"may have {num_positions:,}: leave out --replay, lower --max-new-tokens or give shorter prompts."
+                )
 
 
 class _Halt:

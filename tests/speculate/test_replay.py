@@ -5,14 +5,25 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.nn import functional as F
 
 from dflash_train.errors import InputError
 from dflash_train.speculate import replay as replaying
+from dflash_train.speculate.answering import Decoding
 from dflash_train.speculate.decode import Interrupted, Round, draft_logits, plain_decode, speculative_decode
-from dflash_train.speculate.replay import ReadAnswer, answer_greedily, draft_everywhere, read_answers, replay, walk
+from dflash_train.speculate.prompts import Prompt
+from dflash_train.speculate.replay import (
+    ReadAnswer,
+    Replayer,
+    answer_greedily,
+    draft_everywhere,
+    read_answers,
+    replay,
+    walk,
+)
 from dflash_train.stage1_target.generator import generate_tokens
-from dflash_train.stage1_target.target import Target
+from dflash_train.stage1_target.target import Target, TargetConfig, make_target, stop_token_ids
 from dflash_train.stage2_drafter.blocks import dense_block_mask
 from dflash_train.stage2_drafter.drafter import Drafter
 
@@ -191,3 +202,24 @@ def test_a_batch_that_does_not_fit_is_halved(make_tiny_target: MakeTarget, monke
     most = 0
     with pytest.raises(InputError, match="An answer of 8 tokens does not fit"):
         answer_greedily(target, prompts, 8)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_rotation_that_changes_with_the_length_is_refused(
+    kind: str, make_tiny_target: MakeTarget, make_tiny_drafter: MakeDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4} if kind == "longrope" else {}
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 24, **factors}
+    config = make_tiny_target("llama").model_config.to_dict() | {"rope_parameters": rope}
+    torch.manual_seed(1)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval().requires_grad_(False)
+    target = make_target(TargetConfig(name=kind), model, None, (1, 3))
+    drafter = make_tiny_drafter(target)
+    monkeypatch.setattr(replaying, "ChatRenderer", lambda *arguments: None)
+    token_ids = ([3, 1, 4, 1], [5, 9, 2, 6, 5, 3, 5, 8])
+    prompts = [Prompt("data", [[{"role": "user", "content": "?"}]], None, list(ids)) for ids in token_ids]
+    for index, result in enumerate(Replayer(target, drafter, Decoding(max_new_tokens=16)).run_all((0, 1), prompts)):
+        real = speculative_decode(target, drafter, token_ids[index], 16, stop_token_ids(target))
+        assert result.turns[0].speculative.rounds == real.rounds  # up to the border all is well
+    with pytest.raises(InputError, match=f"{kind} rotation changes after 24 positions, .* may have 25"):
+        Replayer(target, drafter, Decoding(max_new_tokens=17)).run_all((0, 1), prompts)
