@@ -31,6 +31,7 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -302,10 +303,17 @@ class PeerTrainer(Trainer):
         (folder / GROUPS).parent.mkdir(exist_ok=True)
         np.save(folder / GROUPS, self.run.training_groups(), allow_pickle=False)
         (folder / CONFIG_FILE).write_text(json.dumps(self.run.drafter_config.to_json(), indent=2) + "\n")
-        with (folder / WEIGHTS_FILE).open("wb") as file:
-            file.writelines(safetensors_bytes(tensors, {"format": "pt"}))
+        write_whole(folder / WEIGHTS_FILE, safetensors_bytes(tensors, {"format": "pt"}))
         self.report(f"saved {folder}")
         return None
+
+
+def write_whole(path: Path, parts: Iterable[Any]) -> None:
+    """Write a file that is there only when it is complete: quality.py takes it for a finished training."""
+    part = path.with_name(f"{path.name}.part")
+    with part.open("wb") as file:
+        file.writelines(parts)
+    part.replace(path)
 
 
 def _hand_over(master: nn.Parameter, parameter: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from dflash_train.benchmarks.peer_training import (
     train,
     unpack,
     until_first_masked,
+    write_whole,
 )
 from dflash_train.errors import InputError
 from dflash_train.stage2_drafter.blocks import make_blocks, sample_anchors
@@ -80,6 +81,18 @@ def test_rule_of_ours_is_that_of_our_blocks() -> None:
     found = until_first_masked(torch.from_numpy(counted).float()[None])[0].numpy()
     assert (counted != blocks.label_mask).any(), "the rules would not differ here"
     np.testing.assert_array_equal(found.astype(bool), blocks.label_mask)
+
+
+def test_weights_that_are_cut_short_are_not_there(tmp_path: Path) -> None:
+    def parts() -> Iterator[bytes]:
+        yield b"half"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "model.safetensors", parts())
+    assert not (tmp_path / "model.safetensors").exists()
+    write_whole(tmp_path / "model.safetensors", [b"wh", b"ole"])
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 def options_of(config: TrainConfig, *more: str) -> Any:
