@@ -39,9 +39,15 @@ def load_drafter(path: Path, device: torch.device | str, dtype: torch.dtype) -> 
     """Load a drafter from a folder in z-lab's format or from a run's newest checkpoint, ready for decoding.
 
     Its `fc` takes raw hidden states: an exported drafter has the store's channel scale folded in. Raises InputError,
-    listing tensors that are missing, too many or of another shape.
+    listing tensors that are missing, too many or of another shape, and for weights that are no finite numbers.
     """
     drafter = load_checkpoint(find_drafter(path), dtype)
+    wrong = [name for name, weight in drafter.named_parameters() if not bool(torch.isfinite(weight).all())]
+    if wrong:
+        raise InputError(
+            f"{path} has weights that are not finite in {dtype}: {', '.join(wrong[:3])}"
+            f"{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}; take an earlier checkpoint, or export it again."
+        )
     return drafter.to(device).requires_grad_(False).eval()
 
 

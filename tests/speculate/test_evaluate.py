@@ -244,6 +244,14 @@ def test_weights_that_do_not_fit_are_listed(config: EvaluateConfig, drafter: Dra
         load_drafter(config.drafter, "cpu", torch.float32)
 
 
+def test_weights_that_are_no_numbers_are_refused(config: EvaluateConfig, drafter: Drafter) -> None:
+    with torch.no_grad():
+        drafter.fc.weight[0, 0] = torch.nan
+    save_drafter(drafter, config.drafter)
+    with pytest.raises(InputError, match=r"drafter has weights that are not finite in torch.float32: fc.weight; take"):
+        evaluate(config)
+
+
 def test_folders_that_hold_no_drafter_are_refused(config: EvaluateConfig, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is no folder"):
         load_drafter(tmp_path / "missing", "cpu", torch.float32)
