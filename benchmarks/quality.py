@@ -23,6 +23,7 @@ other trainers do.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
@@ -40,7 +41,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -250,6 +251,7 @@ class Benchmark:
         self._processes: set[subprocess.Popen[bytes]] = set()
         self._lock, self._over = threading.Lock(), threading.Event()
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._held: IO[bytes] | None = None
         self.on_cpu = options.gpus.startswith("cpu")
         self.revision = options.revision or _revision()
         self.settings = {
@@ -291,6 +293,7 @@ class Benchmark:
                     stderr=subprocess.STDOUT,
                     env=os.environ | own,
                     start_new_session=True,
+                    pass_fds=(self._held.fileno(),) if self._held else (),
                 )
                 self._processes.add(process)
             status = process.wait()
@@ -534,9 +537,22 @@ class Benchmark:
     def _is_old(self, line: dict[str, Any]) -> bool:
         return bool(line["settings"] != self.settings)
 
+    def hold_folder(self) -> None:
+        """Lock the folder for this process and its commands, which live on where it is killed."""
+        held = (self.folder / "lock").open("ab")
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            held.close()
+            raise SystemExit(
+                f"{self.folder} is in use by another run, or by a command that a killed one left."
+            ) from None
+        self._held = held
+
     def execute(self) -> int:
         """Everything; returns the exit status."""
         options = self.options
+        self.hold_folder()
         shared = questions(options.data) & questions(options.held_out)
         if shared:
             raise SystemExit(

@@ -118,6 +118,22 @@ def test_a_copy_that_fails_does_not_stop_the_runs_of_other_stores(
     assert benchmark.failures == ["OSError: [Errno 28] No space left on device"]
 
 
+def test_a_folder_is_held_until_the_last_command_of_a_killed_run_has_ended(tmp_path: Path) -> None:
+    first = make_benchmark(tmp_path)
+    first.hold_folder()
+    assert first._held is not None
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=(first._held.fileno(),)) as left:
+        first._held.close()
+        with pytest.raises(SystemExit, match="in use by another run, or by a command"):
+            make_benchmark(tmp_path).execute()
+        left.communicate()
+    again = make_benchmark(tmp_path)
+    assert again.call(tmp_path / "log", ["-c", "pass"]) == 0
+    again.hold_folder()
+    assert again.call(tmp_path / "log", ["-c", f"import os; os.fstat({again._held and again._held.fileno()})"]) == 0
+    again._held.close()  # type: ignore[union-attr]
+
+
 def test_differences_are_paired_by_seed() -> None:
     lines = [line("bf16", seed, 2.0 + seed) for seed in range(4)]
     lines += [line("int8", seed, 2.0 + seed + delta) for seed, delta in enumerate((-0.01, 0.0, -0.02))]
