@@ -135,7 +135,10 @@ class RealAcceptance:
         held = ""
         if device.type == "cuda":
             held = f", which holds {format_bytes(torch.cuda.memory_allocated(device) - before)} beside the training"
-        report(f"loaded {config.name} for the real acceptance length{held}")
+        report(
+            f"loaded {config.name} for the real acceptance length{held}; every evaluation decodes "
+            f"{format_count(len(prompts.prompts), 'prompt')}, at most {decoding.max_new_tokens} tokens each"
+        )
         return decoder
 
     def _read_prompts(self, run: PreparedRun, tokenizer: Any) -> PromptSet:

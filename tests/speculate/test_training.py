@@ -1,6 +1,7 @@
 """Training measures the real acceptance length: what `dflash evaluate` gives for the checkpoint, with nothing compiled."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,10 @@ def test_the_real_number_stands_beside_the_estimate_and_is_that_of_evaluate(
     said = next(line for line in lines if line.startswith("held out at step 4"))
     assert f"estimated acceptance length {evaluations[-1]['acceptance_length']:.3f}" in said
     assert f"real acceptance length {evaluations[-1]['real_acceptance_length']:.3f} (" in said
-    assert sum(line.startswith("loaded ") for line in lines) == 1
+    [loaded] = [line for line in lines if line.startswith("loaded ")]
+    assert re.search(
+        rf"every evaluation decodes \d+ prompts?, at most {config.evaluate_new_tokens} tokens each$", loaded
+    )
     for entry, checkpoint in zip(evaluations[1:], list_checkpoints(config.run), strict=True):
         result = evaluate(
             EvaluateConfig(
