@@ -21,7 +21,7 @@ from dflash_train.stage1_target.answering import Report, Run
 from dflash_train.stage1_target.asking import ask_server
 from dflash_train.stage1_target.chat_server import ChatServer
 from dflash_train.stage1_target.dialogue import DialogueReader
-from dflash_train.stage1_target.events import Answering
+from dflash_train.stage1_target.events import Answering, Note
 from dflash_train.stage1_target.generation import GenerationSettings, absolute_target
 from dflash_train.stage1_target.generator_pool import run_generators
 from dflash_train.stage1_target.regenerate_config import RegenerateConfig
@@ -110,6 +110,8 @@ def regenerate(config: RegenerateConfig, report: Report | None = None) -> Regene
         if first_pending is not None:
             pending = itertools.chain([first_pending], pending)
             run.started = time.monotonic()
+            if answers.num_answered:
+                report(Note(f"{config.output} holds {format_count(answers.num_answered, 'conversation')} already"))
             with stop_signals() as signalled:
                 if server is not None and model is not None:
                     ask_server(run, server, model, pending, signalled, stop)

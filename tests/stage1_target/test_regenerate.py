@@ -489,7 +489,10 @@ def test_a_stop_keeps_what_is_under_way_and_the_next_run_goes_on(
     result = regenerate(config, stop)
     assert (result.outcome, result.exit_status) == ("stopped", 0)
     assert stopped[0] <= result.num_conversations < 40
-    assert regenerate(config).num_conversations == 61 and len(by_id(read_rows(config.output))) == 61
+    events: list[Any] = []
+    assert regenerate(config, events.append).num_conversations == 61 and len(by_id(read_rows(config.output))) == 61
+    notes = [event.text for event in events if isinstance(event, Note)]
+    assert notes[0] == f"{config.output} holds {result.num_conversations} conversations already"
 
 
 @pytest.mark.parametrize("way", ["server", "in process"])
