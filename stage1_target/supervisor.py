@@ -110,7 +110,8 @@ class Supervisor:
             self._loaded.clear()
         elif self._created_elsewhere is None and self._creator is None and self._loaded:
             self._creator = self._loaded.pop(0)
-            self._report(Note(f"the target is loaded; {self._describe_calibration()} and creating the store"))
+            text = f"the target is loaded; {self._describe_calibration()}, creating the store, and comparing the first batch with "
+            self._report(Note(f"{text}its samples run alone"))
             self._creator.send(messages.Create())
         for process in self._ready:
             if self._entries and self._entries_at is None:
