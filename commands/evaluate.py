@@ -19,7 +19,7 @@ from dflash_train.commands.options import (
     use_devices,
 )
 from dflash_train.commands.recipe import write_recipe
-from dflash_train.commands.terminal import Terminal, fail, progress_options, show
+from dflash_train.commands.terminal import Terminal, fail, progress_options, say, show
 
 INTERRUPTED = 130
 """Exit status of a shell's command that Ctrl-C ended."""
@@ -136,6 +136,7 @@ def evaluate(
         from dflash_train.speculate.plots import plot_acceptance
 
         plot_acceptance(result, plot)
+        say(f"wrote {plot}")
     for failure in result["failures"]:
         fail(failure)
     if result["interrupted"]:

@@ -279,3 +279,4 @@ def write_json(report: dict[str, Any], output: Path | None) -> None:
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        say(f"wrote {output}")

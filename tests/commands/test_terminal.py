@@ -25,7 +25,8 @@ from dflash_train.commands.terminal import Terminal, show
 def test_the_output_file_gets_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show({"a": 1}, "one", False, tmp_path / "new" / "folder" / "report.json")
     assert json.loads((tmp_path / "new" / "folder" / "report.json").read_text()) == {"a": 1}
-    assert capsys.readouterr().out == "one\n"
+    said = capsys.readouterr()
+    assert said.out == "one\n" and said.err.endswith(f"wrote {tmp_path / 'new' / 'folder' / 'report.json'}\n")
 
 
 def test_a_report_is_printed_even_where_it_cannot_be_written(
