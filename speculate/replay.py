@@ -35,7 +35,7 @@ from dflash_train.speculate.decode import DecodeResult, Interrupted, Round, acce
 from dflash_train.speculate.loading import check_drafter_fits_target
 from dflash_train.speculate.prompts import Prompt
 from dflash_train.speculate.target_cache import TargetCache
-from dflash_train.stage1_target.generator import generate_tokens
+from dflash_train.stage1_target.generator import Watcher, generate_tokens
 from dflash_train.stage1_target.target import Target, stop_token_ids, text_config
 from dflash_train.stage1_target.tokenization import ChatRenderer
 from dflash_train.stage2_drafter.blocks import dense_block_mask
@@ -80,6 +80,11 @@ def answer_greedily(
     A batch for which the device's memory is short is run in halves. Prompts of a target with recurrent layers share a batch
     only where they are equally long: what padding does to such a state depends on the target. Raises Interrupted.
     """
+
+    def watch(_num_answers: int, _num_tokens: int) -> None:
+        if stop():
+            raise Interrupted
+
     padded = not TargetCache(target.model).is_recurrent
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     answers: dict[int, list[int]] = {}
@@ -87,7 +92,7 @@ def answer_greedily(
         together = list(group)
         for first in range(0, len(together), batch_size):
             batch = together[first : first + batch_size]
-            rows = _generate(target, [prompts[index] for index in batch], max_new_tokens, stop_ids, _Halt(stop))
+            rows = _generate(target, [prompts[index] for index in batch], max_new_tokens, stop_ids, Watcher(watch, 0))
             for index, row in zip(batch, rows, strict=True):
                 end = next((place for place, token in enumerate(row) if token in stop_ids), len(row))
                 answers[index] = row[: end + 1]
@@ -287,27 +292,15 @@ def check_one_rotation(target: Target, num_positions: int) -> None:
                 )
 
 
-class _Halt:
-    """A logits processor that changes nothing, and ends `generate` once `stop` says so."""
-
-    def __init__(self, stop: Callable[[], bool]) -> None:
-        self._stop = stop
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if self._stop():
-            raise Interrupted
-        return scores
-
-
 def _length(pair: tuple[Sequence[int], Sequence[int]]) -> int:
     return len(pair[0]) + len(pair[1])
 
 
 def _generate(
-    target: Target, prompts: Sequence[Sequence[int]], limit: int, stop_ids: Sequence[int], halt: _Halt
+    target: Target, prompts: Sequence[Sequence[int]], limit: int, stop_ids: Sequence[int], watcher: Watcher
 ) -> list[list[int]]:
     try:
-        return generate_tokens(target, prompts, limit, stop_ids, [halt])
+        return generate_tokens(target, prompts, limit, stop_ids, [watcher])
     except torch.OutOfMemoryError:
         pass
     # outside the except clause, whose traceback would keep the tensors alive
@@ -320,6 +313,6 @@ def _generate(
     half = len(prompts) // 2
     logger.warning("Out of device memory with %d answers; going on in halves. Lower --batch-size.", len(prompts))
     return [
-        *_generate(target, prompts[:half], limit, stop_ids, halt),
-        *_generate(target, prompts[half:], limit, stop_ids, halt),
+        *_generate(target, prompts[:half], limit, stop_ids, watcher),
+        *_generate(target, prompts[half:], limit, stop_ids, watcher),
     ]
