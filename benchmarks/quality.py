@@ -47,7 +47,7 @@ import numpy as np
 
 from dflash_train.benchmarks.quality_table import BASE, RAW, SCALED, append_result, format_tables, read_results
 from dflash_train.stage2_drafter.checkpoint import newest_checkpoint
-from dflash_train.stage2_drafter.rows import RowSchedule, by_id, in_fraction, split_holdout
+from dflash_train.stage2_drafter.rows import RowSchedule, split_samples
 from dflash_train.stage2_drafter.run_folder import read_metrics
 from dflash_train.store.calibration import Calibration
 from dflash_train.store.creation import TARGET_FILES, FrozenTarget, create_store, store_lock
@@ -154,9 +154,7 @@ def planned_rows(
     reader = StoreReader(store, segments)
     samples = reader.samples
     ids, lengths = np.asarray(samples["id"]), np.asarray(samples["length"]).astype(np.int64)
-    training = by_id(
-        np.flatnonzero(~split_holdout(samples["group"], options.holdout) & in_fraction(ids, fraction)), ids
-    )
+    training, _ = split_samples(ids, np.asarray(samples["group"]), options.holdout, fraction)
     schedule = RowSchedule(lengths, training, seed=seed, row_tokens=options.row_tokens, epochs=None)
     hashed, tokens = hashlib.blake2b(digest_size=8), []
     for step in range(steps):
@@ -355,7 +353,7 @@ class Benchmark:
         if self._is_made(name):
             return
         options, store = self.options, STORES[name]
-        if self.path(name).exists():  # of a stopped extract, which would go on in another order of samples
+        if self.path(name).exists():  # of a stopped extract, or of other data
             shutil.rmtree(self.path(name))
         layers = (
             ["--target-layers", options.target_layers] if options.target_layers else ["--num-taps", options.num_taps]

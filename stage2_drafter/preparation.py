@@ -23,11 +23,10 @@ from dflash_train.stage2_drafter.initial_weights import initial_weights, read_in
 from dflash_train.stage2_drafter.rows import (
     HoldoutRows,
     RowSchedule,
-    by_id,
     check_lengths,
     hash_place,
-    in_fraction,
     split_holdout,
+    split_samples,
 )
 from dflash_train.stage2_drafter.run_folder import Round, read_ledger, read_rounds
 from dflash_train.store.joined import open_stores
@@ -89,22 +88,15 @@ def prepare_run(
         raise InputError(f"{config.store} holds no sample yet. Run `dflash extract` first.")
     drafter_config = make_drafter_config(config, reader)
     lengths = check_lengths(np.asarray(reader.samples["length"]), config.row_tokens, config.crop)
-    held_out = split_holdout(np.asarray(reader.samples["group"]), config.holdout)
-    ids = np.asarray(reader.samples["id"])
-    training = by_id(np.flatnonzero(~held_out & in_fraction(ids, config.fraction)), ids)
+    ids, groups = np.asarray(reader.samples["id"]), np.asarray(reader.samples["group"])
+    training, held_out = split_samples(ids, groups, config.holdout, config.fraction)
     if not len(training) and config.fraction < 1:
         raise InputError(
             f"--fraction {config.fraction} leaves none of the {len(lengths)} samples of {config.store} to train on. "
             "Give a larger one."
         )
     schedule = RowSchedule(lengths, training, seed=config.seed, row_tokens=config.row_tokens, epochs=config.num_epochs)
-    holdout = HoldoutRows(
-        lengths,
-        by_id(np.flatnonzero(held_out), ids),
-        seed=config.seed,
-        row_tokens=config.row_tokens,
-        limit=config.evaluate_rows,
-    )
+    holdout = HoldoutRows(lengths, held_out, seed=config.seed, row_tokens=config.row_tokens, limit=config.evaluate_rows)
     total_steps = config.steps if config.steps is not None else -(-schedule.num_rows() // config.rows_per_step)
     return PreparedRun(
         config=config,

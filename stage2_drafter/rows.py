@@ -72,6 +72,15 @@ def by_id(indices: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return ordered
 
 
+def split_samples(
+    ids: np.ndarray, groups: np.ndarray, holdout: float, fraction: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """The samples (int64 indices, by id) to train on and those held out, of all ids and groups [N] of a store."""
+    held_out = split_holdout(groups, holdout)
+    training = np.flatnonzero(~held_out & in_fraction(ids, fraction))
+    return by_id(training, ids), by_id(np.flatnonzero(held_out), ids)
+
+
 def check_lengths(lengths: np.ndarray, row_tokens: int, crop: bool) -> np.ndarray:
     """Lengths as rows will hold them (int64 [N]); raises InputError naming the longest sample if it does not fit."""
     longest = int(lengths.max(initial=0))
