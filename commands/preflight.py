@@ -27,7 +27,7 @@ COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 @gpus_option
 @allow_busy_gpus_option
 @json_option
-def preflight(as_json: bool, **fields: Any) -> None:
+def preflight(target: str | None, revision: str | None, as_json: bool, **fields: Any) -> None:
     """Check the machine before a run: GPUs, versions, disks.
 
     It only looks: nothing is loaded, ended or changed. `extract` and `train-drafter` make the same checks when they
@@ -35,9 +35,7 @@ def preflight(as_json: bool, **fields: Any) -> None:
     """
     from dataclasses import asdict
 
-    from dflash_train.machine.preflight import Plan, check_machine
-
-    checks = check_machine(Plan(**fields), thorough=True)
+    checks = check_plan(target, revision, thorough=True, **fields)
     failed = any(check.status == "error" for check in checks)
     if as_json:
         show({"ok": not failed, "checks": [asdict(check) for check in checks]}, "", True, None)
@@ -56,12 +54,37 @@ def print_checks(checks: Sequence[Check], blocked: str) -> None:
     click.echo(f"\n{count['ok']} ok, {count['warning']} to look at, {count['error']} {blocked}")
 
 
-def check_start(**fields: Any) -> None:
-    """The cheap checks of a Plan, before anything heavy is imported: says each warning, raises InputError for errors."""
-    from dflash_train.machine.launch import torchrun_place
-    from dflash_train.machine.preflight import Plan, check_machine, stop_on_errors
+def check_plan(
+    target: str | None = None,
+    revision: str | None = None,
+    slow_paths: bool = True,
+    thorough: bool = False,
+    **fields: Any,
+) -> list[Check]:
+    """The checks of a Plan with these fields, and of a target: a hub name, a folder or a .gguf file.
 
-    checks = check_machine(Plan(**fields))
+    `thorough` also measures the disk and asks the hub. Without `slow_paths` only a target that cannot be read is told:
+    extract looks for fast paths itself, of what it loads.
+    """
+    from dflash_train.machine.preflight import Plan, check_machine, count_gpus
+
+    plan = Plan(**fields)
+    checks = check_machine(plan, thorough)
+    if target is not None:
+        from dflash_train.stage1_target.slow_paths import check_target
+        from dflash_train.stage1_target.target_files import read_target_files
+
+        found = check_target(read_target_files(target, revision, ask_hub=thorough), count_gpus(plan))
+        checks += [check for check in found if slow_paths or check.name == "target"]
+    return checks
+
+
+def check_start(**fields: Any) -> None:
+    """The cheap checks of check_plan, before anything heavy is imported: says warnings, raises InputError for errors."""
+    from dflash_train.machine.launch import torchrun_place
+    from dflash_train.machine.preflight import stop_on_errors
+
+    checks = check_plan(**fields)
     place = torchrun_place()
     for check in checks:
         if check.status == "warning" and (place is None or place.local_rank == 0):

@@ -1,7 +1,8 @@
 """Checks of the machine before anything costly is loaded: each is ok, a warning or an error, with the way out.
 
 They only look. Versions come from the packages' metadata, so that nothing here imports torch, and the cheap ones take
-some 0.1 s together; the speed of the disk and what the hub knows of a target are looked at only on request.
+some 0.1 s together; the speed of the disk is measured only on request. What a target needs is checked with the targets
+(stage1_target/slow_paths.py), and commands/preflight.py puts both together.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import re
 import resource
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -27,8 +28,6 @@ from dflash_train.machine.launch import (
     torchrun_place,
     user_cache_folder,
 )
-from dflash_train.stage1_target.slow_paths import KERNELS, TOKENIZER, missing_kernels, slow_tokenizer
-from dflash_train.stage1_target.target_files import TargetFiles, read_target_files
 
 LEAST_FREE_BYTES = 2**30  # a checkpoint of a small drafter, or a segment's half
 FEW_FREE_BYTES = 20 * 2**30
@@ -66,21 +65,15 @@ class Plan:
     """Folder that a store is or will be written to."""
     run: Path | None = None
     """Folder of a training run."""
-    target: str | None = None
-    """Name, folder or .gguf file of the target."""
-    revision: str | None = None
-    """Its revision on the hub."""
     allow_busy_gpus: bool = False
     """Whether a GPU that others use is only a warning."""
-    slow_paths: bool = True
-    """Whether to look for fast paths that the target lacks; extract does that itself, of what it loads."""
 
 
 def check_machine(plan: Plan, thorough: bool = False) -> list[Check]:
-    """All checks of a plan; `thorough` also measures the disk and asks the hub. Raises InputError for a wrong --gpus."""
+    """All checks of a plan; `thorough` also measures the disk. Raises InputError for a wrong --gpus."""
     driver = read_driver()
-    devices = _devices_of(plan.gpus, plan.gpus_per_target) if driver.problem is None else []
-    num_gpus = sum(device.torch_device != "cpu" for device in devices)
+    devices = _planned_devices(plan, driver)
+    num_gpus = _num_gpus(devices)
     cache = plan.run / "compile-cache" if plan.run is not None else user_cache_folder()
     checks = check_gpus(driver, devices, plan.gpus, plan.allow_busy_gpus)
     checks.append(check_versions(driver, num_gpus))
@@ -90,20 +83,27 @@ def check_machine(plan: Plan, thorough: bool = False) -> list[Check]:
     for folder in (plan.store, plan.run) if plan.store or plan.run else (Path.cwd(),):
         if folder is not None:
             checks += check_disk(folder, thorough)
-    checks += [check_shared_memory(num_gpus), check_open_files()]
-    if plan.target is not None:
-        found = check_target(read_target_files(plan.target, plan.revision, ask_hub=thorough), num_gpus)
-        checks += [check for check in found if plan.slow_paths or check.name == "target"]
-    checks.append(check_script())
+    checks += [check_shared_memory(num_gpus), check_open_files(), check_script()]
     return checks
 
 
-def _devices_of(gpus: str | None, gpus_per_target: int) -> list[Device]:
+def count_gpus(plan: Plan) -> int:
+    """The GPUs that this process of the plan would use; none is a run on the CPU. Raises InputError for a wrong --gpus."""
+    return _num_gpus(_planned_devices(plan, read_driver()))
+
+
+def _planned_devices(plan: Plan, driver: Driver) -> list[Device]:
     """The devices of this process: under torchrun those of its rank, else those of the list."""
+    if driver.problem is not None:
+        return []
     place = torchrun_place()
-    devices = parse_devices(gpus) if place is None else rank_devices(place, gpus, gpus_per_target)
-    group_devices(devices, gpus_per_target)  # refuses what does not divide
+    devices = parse_devices(plan.gpus) if place is None else rank_devices(place, plan.gpus, plan.gpus_per_target)
+    group_devices(devices, plan.gpus_per_target)  # refuses what does not divide
     return devices
+
+
+def _num_gpus(devices: Sequence[Device]) -> int:
+    return sum(device.torch_device != "cpu" for device in devices)
 
 
 def check_gpus(driver: Driver, devices: Sequence[Device], gpus: str | None, allow_busy: bool) -> list[Check]:
@@ -288,22 +288,6 @@ def check_open_files() -> Check:
         way_out = f"ulimit -n {allowed}" if allowed > soft else "Ask an administrator to raise the hard limit (nofile)."
         return Check("open files", "warning", text, way_out)
     return Check("open files", "ok", f"a process may open {'any number' if soft == resource.RLIM_INFINITY else soft}.")
-
-
-def check_target(files: TargetFiles, num_gpus: int, has_module: Callable[[str], bool] | None = None) -> list[Check]:
-    """Are the fast kernels of the target's layers installed, and has it a fast tokenizer?"""
-    if files.problem is not None:
-        return [Check("target", files.severity, f"{files.problem}.", files.way_out)]
-    slow = missing_kernels(files, has_module) if num_gpus else None
-    if slow is None:
-        checks = [Check(KERNELS, "ok", f"{files.name} needs none that is missing.")]
-    else:
-        checks = [Check(KERNELS, "warning", slow.text, slow.way_out)]
-    if (slow := slow_tokenizer(files)) is not None:
-        checks.append(Check(TOKENIZER, "warning", slow.text, slow.way_out))
-    elif files.has_fast_tokenizer:
-        checks.append(Check(TOKENIZER, "ok", "it has a fast implementation."))
-    return checks
 
 
 def check_script(command: str = "dflash") -> Check:

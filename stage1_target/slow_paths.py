@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from dflash_train.errors import InputError
+from dflash_train.machine.preflight import Check
 from dflash_train.stage1_target.target_files import TargetFiles
 
 if TYPE_CHECKING:
@@ -69,6 +70,22 @@ def slow_tokenizer(files: TargetFiles) -> SlowPath | None:
         "after the other and many times slower, and cannot mark the answers.",
         "Convert it once with AutoTokenizer and save_pretrained, or give data with input_ids and loss_mask.",
     )
+
+
+def check_target(files: TargetFiles, num_gpus: int, has_module: Callable[[str], bool] | None = None) -> list[Check]:
+    """Are the fast kernels of the target's layers installed, and has it a fast tokenizer?"""
+    if files.problem is not None:
+        return [Check("target", files.severity, f"{files.problem}.", files.way_out)]
+    slow = missing_kernels(files, has_module) if num_gpus else None
+    if slow is None:
+        checks = [Check(KERNELS, "ok", f"{files.name} needs none that is missing.")]
+    else:
+        checks = [Check(KERNELS, "warning", slow.text, slow.way_out)]
+    if (slow := slow_tokenizer(files)) is not None:
+        checks.append(Check(TOKENIZER, "warning", slow.text, slow.way_out))
+    elif files.has_fast_tokenizer:
+        checks.append(Check(TOKENIZER, "ok", "it has a fast implementation."))
+    return checks
 
 
 def slow_weights(dtype: str) -> SlowPath | None:

@@ -23,6 +23,7 @@ from dflash_train.errors import InputError
 from dflash_train.machine import gpus, preflight
 from dflash_train.machine.disks import disk_speed, existing_parent, file_system, is_remote
 from dflash_train.machine.gpus import Driver
+from dflash_train.stage1_target.slow_paths import check_target
 from dflash_train.stage1_target.target_files import TargetFiles, read_target_files
 
 GIB = 2**30
@@ -371,11 +372,11 @@ def test_a_low_limit_of_open_files_is_a_warning(monkeypatch: pytest.MonkeyPatch)
 )
 def test_missing_fast_kernels_are_named(config: dict[str, Any], missing: list[str]) -> None:
     files = TargetFiles(name="t", config=config, has_fast_tokenizer=True)
-    kernels, tokenizer = preflight.check_target(files, 1, has_module=lambda module: False)
+    kernels, tokenizer = check_target(files, 1, has_module=lambda module: False)
     assert (kernels.status, tokenizer.status) == ("warning" if missing else "ok", "ok")
     assert kernels.way_out == (f"pip install {' '.join(missing)}" if missing else "")
-    assert preflight.check_target(files, 1, has_module=lambda module: module in MODULES.values())[0].status == "ok"
-    assert preflight.check_target(files, 0, has_module=lambda module: False)[0].status == "ok", "CPUs have none"
+    assert check_target(files, 1, has_module=lambda module: module in MODULES.values())[0].status == "ok"
+    assert check_target(files, 0, has_module=lambda module: False)[0].status == "ok", "CPUs have none"
 
 
 def test_a_local_target_is_read(tmp_path: Path) -> None:
@@ -385,7 +386,7 @@ def test_a_local_target_is_read(tmp_path: Path) -> None:
     assert (files.layers_with_kernels(), files.has_fast_tokenizer) == ("linear-attention", True)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     (tmp_path / "tokenizer.json").unlink()
-    slow = preflight.check_target(read_target_files(str(tmp_path)), 1)[1]
+    slow = check_target(read_target_files(str(tmp_path)), 1)[1]
     assert (slow.status, "no tokenizer.json" in slow.text) == ("warning", True)
     for text in ("[1]", "{", ""):
         (tmp_path / "config.json").write_text(text)
@@ -487,7 +488,7 @@ def test_a_missing_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_the_checks_import_nothing_heavy() -> None:
     code = (
-        "import sys; from dflash_train.machine.preflight import *; check_machine(Plan(target='no/such', gpus='cpu')); "
+        "import sys; from dflash_train.commands.preflight import check_plan; check_plan('no/such', gpus='cpu'); "
         "print([m for m in ('torch', 'transformers', 'numpy', 'zarr', 'datasets') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
