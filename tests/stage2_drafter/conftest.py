@@ -30,6 +30,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def compiler_left_as_found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For tests that train in their own process: what training sets for its process is taken back."""
+    from dflash_train.stage2_drafter import compiled
+    from dflash_train.stage2_drafter.flex_door import forbid_dense_flex
+
+    undo: list[Callable[[], None]] = []
+    monkeypatch.setattr(compiled, "forbid_dense_flex", lambda: undo.append(forbid_dense_flex()))
+    torch._dynamo.reset()
+    yield
+    torch.compiler.set_stance("default")
+    for function in reversed(undo):
+        function()
+    torch._functorch.config.activation_memory_budget = 1.0
+    torch._dynamo.reset()
+
+
 @dataclass
 class PackedRow:
     """What one training step sees: S tokens, A anchors; `table` is the target's embedding and, tied, its head."""

@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from dflash_train.stage2_drafter import compiled as compiled_module
 from dflash_train.stage2_drafter.blocks import block_mask, dense_block_mask
 from dflash_train.stage2_drafter.compiled import CompiledDrafter, compiled_graphs
 from dflash_train.stage2_drafter.drafter import Drafter
-from dflash_train.stage2_drafter.flex_door import flex_attention_door, forbid_dense_flex
+from dflash_train.stage2_drafter.flex_door import flex_attention_door
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("compiler_left_as_found"),
     pytest.mark.filterwarnings("ignore"),  # inductor's advice differs between torch versions
 ]
 
@@ -34,19 +34,6 @@ GEOMETRY = {
     "block_size": 16,
 }
 SLIDING = {"layer_types": ("sliding_attention", "full_attention", "sliding_attention"), "sliding_window": 40}
-
-
-@pytest.fixture(autouse=True)
-def compiler_left_as_found(monkeypatch: pytest.MonkeyPatch) -> Any:
-    undo = []
-    monkeypatch.setattr(compiled_module, "forbid_dense_flex", lambda: undo.append(forbid_dense_flex()))
-    torch._dynamo.reset()
-    yield
-    torch.compiler.set_stance("default")
-    for function in reversed(undo):
-        function()
-    torch._functorch.config.activation_memory_budget = 1.0
-    torch._dynamo.reset()
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,11 @@ from dflash_train.errors import InputError
 from dflash_train.stage2_drafter.checkpoint import newest_checkpoint
 from dflash_train.stage2_drafter.run_folder import run_lock
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("compiler_left_as_found"),
+]
 
 SHAPE = replace(GEOMETRIES["qwen3-0.6b"], num_layers=2, document_tokens=512, num_anchors=256)
 STEPS, SAVE_EVERY, KILL_AT, STOP_AT = 120, 40, 57, 70
@@ -188,18 +191,3 @@ def test_a_step_gives_the_same_bits_every_time(precision: str, checkpointing: bo
         unequal = [name for name, a, b in zip(names, ours, theirs, strict=True) if not torch.equal(a, b)]
         assert not unequal, f"draw {turn}: {unequal}"
     assert not torch.equal(first[0][0], first[1][0]), "another draw is another loss"
-
-
-@pytest.fixture(autouse=True)
-def compiler_left_as_found(monkeypatch: pytest.MonkeyPatch) -> Any:
-    from dflash_train.stage2_drafter import compiled as compiled_module
-    from dflash_train.stage2_drafter.flex_door import forbid_dense_flex
-
-    undo: list[Callable[[], None]] = []
-    monkeypatch.setattr(compiled_module, "forbid_dense_flex", lambda: undo.append(forbid_dense_flex()))
-    yield
-    torch.compiler.set_stance("default")
-    for function in reversed(undo):
-        function()
-    torch._functorch.config.activation_memory_budget = 1.0
-    torch._dynamo.reset()
