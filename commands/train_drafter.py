@@ -129,7 +129,7 @@ def train_drafter(gpus: str | None, allow_busy_gpus: bool, stores: tuple[Path, .
     Run the same command again to go on from the newest checkpoint. Each folder RUN/checkpoints/step-… is a drafter in
     z-lab's format that SGLang, vLLM and z-lab's package load.
     """
-    from dflash_train.machine.launch import torchrun_place
+    from dflash_train.machine.launch import leave_process, torchrun_place
     from dflash_train.stage2_drafter.config import TrainConfig
 
     first, *others = stores
@@ -153,6 +153,8 @@ def train_drafter(gpus: str | None, allow_busy_gpus: bool, stores: tuple[Path, .
             measurement = RealAcceptance()
         result = train(config, *recorded_training(report, terminal.report), measurement)
     place = torchrun_place()
+    if place is not None:
+        context.find_root().call_on_close(lambda: leave_process(0))  # as the ranks do that we start
     if place is not None and place.rank != 0:  # one of torchrun's ranks speaks for all
         return
     message = f"step {result.step:,} of {result.total_steps:,}: {result.checkpoint}"

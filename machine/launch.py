@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,14 +28,12 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NoReturn, Protocol, Self
 
 from dflash_train.errors import InputError
 
 STORE_SECONDS = 60.0
 """For torchrun's store to answer."""
-LINGER_SECONDS = 60.0
-"""For the end of an interpreter: on a machine whose cores are all busy, 10 seconds were too few for one with torch."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 STARTUP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
@@ -284,8 +283,6 @@ class Process:
     """The operating system's handle."""
     ended: bool = False
     """Whether ProcessGroup.wait has reported its end."""
-    lingered: bool = False
-    """Whether it had closed its pipe, did not exit within LINGER_SECONDS, and was killed: no failure if its work was done."""
 
     @property
     def pid(self) -> int:
@@ -340,7 +337,8 @@ class ProcessGroup:
                 while process.connection.poll():
                     events.append((process, process.connection.recv()))
             except (EOFError, OSError):
-                _end(process)
+                process.popen.wait()  # its pipe closed because it ended
+                process.ended = True
                 events.append((process, None))
         return events
 
@@ -362,17 +360,6 @@ class ProcessGroup:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop(0.0 if kind is not None else 10.0)
-
-
-def _end(process: Process) -> None:
-    """Reap a process whose pipe is closed; one that lingers without a pipe is of no use and is killed."""
-    try:
-        process.popen.wait(LINGER_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.lingered = True
-        process.popen.kill()
-        process.popen.wait()
-    process.ended = True
 
 
 def start_processes(
@@ -429,12 +416,26 @@ def _run_process(descriptor: int, parent: int) -> None:
     if os.getppid() != parent:  # it died before the request
         os._exit(1)
     connection = Connection(descriptor)
+    status = 1
     try:
         function, keywords = connection.recv()
         module, _, name = function.rpartition(".")
         getattr(importlib.import_module(module), name)(connection=connection, **keywords)
-    finally:  # a traceback goes to the log; the parent sees the closed pipe and does not wait for a hanging exit
-        connection.close()
+        status = 0
+    except BaseException:  # noqa: BLE001 - for the log; the parent sees the status
+        traceback.print_exc()
+    leave_process(status)
+
+
+def leave_process(status: int) -> NoReturn:
+    """End this process at once, as the system would: nothing of it is needed any more.
+
+    The interpreter's own way out takes torch apart under threads that still run: one end in some 75 of a gloo group was
+    an abort, «terminate called without an active exception», with torch 2.13, and others hung.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def last_lines(log: Path, count: int = 3) -> list[str]:

@@ -178,8 +178,7 @@ class Supervisor:
             self._creator = None
         if self._entries_at is process:
             self._entries_at = None
-        is_done = process.lingered and self._dealer.done
-        if process.popen.returncode == 0 or is_done or self._fatal is not None:
+        if process.popen.returncode == 0 or self._fatal is not None:
             return
         reason = process.describe_end()
         self._report(Note(reason, failure=True))

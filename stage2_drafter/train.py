@@ -208,12 +208,11 @@ def _follow_ranks(
         start_processes(RANK_FUNCTION, arguments, caches, config.run / "logs", "rank") as group,
         stop_signals() as stop,
     ):
-        told, done = False, set[int]()
+        told = False
         while group.running:
             for process, message in group.wait(_POLL_SECONDS):
                 if message is None:
-                    if not (process.lingered and process.index in done):
-                        _check_end(process, group)
+                    _check_end(process, group)
                 elif message[0] == "line":
                     report(message[1])
                 elif message[0] == "step":
@@ -221,7 +220,6 @@ def _follow_ranks(
                 elif message[0] == "input_error":
                     raise InputError(message[1])
                 else:
-                    done.add(process.index)
                     stopped = bool(message[1])
             if stop.is_set() and not told:
                 told = True

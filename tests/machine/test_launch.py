@@ -34,6 +34,11 @@ def echo(connection, word):
             return
         connection.send(message)
 
+def end_badly(connection):
+    import atexit
+    atexit.register(os.abort)
+    print("work is done")
+
 def sleep(connection):
     connection.send("asleep")
     time.sleep(60)
@@ -87,6 +92,15 @@ def test_a_crash_is_told_with_the_last_lines_of_the_log(worker_module: str, tmp_
         assert wait_for(group, 2)[-1] == (0, None)
         assert "CPU worker 0" in (said := group.processes[0].describe_end())
         assert "ended with exit status 1" in said and "RuntimeError: as told" in said
+
+
+def test_an_interpreter_that_cannot_be_taken_apart_does_not_spoil_work_that_is_done(
+    worker_module: str, tmp_path: Path
+) -> None:
+    with start_processes(f"{worker_module}.end_badly", [{}], parse_devices("cpu"), tmp_path / "logs") as group:
+        assert wait_for(group, 1) == [(0, None)]
+        assert group.processes[0].popen.poll() == 0
+    assert last_lines(tmp_path / "logs" / "worker-0.log") == ["work is done"]
 
 
 def test_an_import_that_fails_leaves_its_line_in_the_log(worker_module: str, tmp_path: Path) -> None:

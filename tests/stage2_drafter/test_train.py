@@ -298,9 +298,11 @@ def test_exported_checkpoint_keeps_nothing_frozen(make_store: MakeStore, make_tr
 SCRIPT = """
 import json, os, sys
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one thread, as in the tests' own process
+from dflash_train.machine.launch import leave_process
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.train import train
 train(TrainConfig(**json.loads(sys.argv[1])), report=lambda line: print(line, flush=True))
+leave_process(0)
 """
 
 
