@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -198,9 +199,9 @@ class CompiledDrafter(nn.Module):
         options: dict[str, Any] = {"fullgraph": True, "dynamic": False}
         if "recompile_limit" in inspect.signature(torch.compile).parameters:  # not in torch 2.11
             options["recompile_limit"] = max(2, 2 * len(set(self.layer_kinds)))
-        self._compiled_layer = torch.compile(_run_layer, **options)
-        self._compiled_context = torch.compile(_run_context, **options)
-        self._compiled_last_layer = torch.compile(_run_last_layer, **options)
+        self._compiled_layer = torch.compile(_with_own_code(_run_layer), **options)
+        self._compiled_context = torch.compile(_with_own_code(_run_context), **options)
+        self._compiled_last_layer = torch.compile(_with_own_code(_run_last_layer), **options)
 
     def forward(
         self,
@@ -343,6 +344,17 @@ def _dense_attend(mask: Tensor) -> Attend:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
     return attend
+
+
+def _with_own_code(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same function with a code object of its own, by which Dynamo keeps graphs.
+
+    Otherwise two drafters in one process, such as bf16 and fp8 in a benchmark, would share some and count too few.
+    """
+    assert isinstance(function, FunctionType)
+    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__)
+    own.__annotations__ = function.__annotations__
+    return own
 
 
 def _compile_reasons() -> str:

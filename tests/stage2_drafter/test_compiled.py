@@ -291,6 +291,14 @@ def test_compiled_layers_are_checkpointed_inside_their_graphs(make_compiled: Any
     assert little < much / 2
 
 
+def test_drafters_of_one_process_share_no_graph(make_compiled: Any, rows: Any, flex_on_cpu: Any) -> None:
+    for _ in range(2):  # of the same shapes, which is as alike as bf16 and fp8 are
+        compiled = flex_on_cpu(make_compiled(), backend="aot_eager")
+        compiled.warm_up(lambda drafter=compiled: drafter(*rows[0].inputs()).sum().backward())
+        assert compiled.recompilations() == 0
+        torch.compiler.set_stance("default")
+
+
 def test_a_graph_too_many_is_named(make_compiled: Any, rows: Any, flex_on_cpu: Any) -> None:
     compiled = flex_on_cpu(make_compiled(num_hidden_layers=1), backend="aot_eager")
     extra = torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)
