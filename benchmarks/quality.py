@@ -525,7 +525,9 @@ class Benchmark:
             thread.join()
 
     def may_start(self) -> bool:
-        """Whether a run as long as the longest so far would end in time."""
+        """Whether a run as long as the longest so far would end in time, or may go on another time."""
+        if self.options.start_late:
+            return not self._over.is_set()
         longest = max(
             (line["seconds"] for line in self.lines if line["steps"] == self.options.steps and not self._is_old(line)),
             default=0.0,
@@ -609,6 +611,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--parallel", type=int, default=6, help="Runs that share the GPU.")
     parser.add_argument("--seconds", type=float, default=540.0, help="Stop then.")
+    parser.add_argument("--start-late", action="store_true", help="Also start runs that will not end by then.")
     parser.add_argument("--gpus", default="0", help="The GPU, or cpu.")
     parser.add_argument("--row-tokens", type=int, default=4096)
     parser.add_argument("--anchors", type=int, default=512)
