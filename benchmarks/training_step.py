@@ -127,6 +127,7 @@ def train(store: Path, run: Path, shape: StepShape, gpus: str, arguments: argpar
         "steps": len(counted),
         "seconds_in_all": first,
         "compiled": compiled[-1] if compiled else None,
+        "recompilations": steps[-1]["recompilations"],
     }
 
 
@@ -159,7 +160,7 @@ def main() -> None:
                 f"{row['tflops']:.0f} | {row['wait_share']:.1%} | {row['seconds_in_all']:.0f} |",
                 flush=True,
             )
-        print("\n".join(str(row["compiled"]) for row in results))
+        print("\n".join(f"{row['compiled']}, {row['recompilations']} recompilations" for row in results))
     finally:
         shutil.rmtree(folder)
     if arguments.json:

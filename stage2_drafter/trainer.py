@@ -198,7 +198,7 @@ class Trainer:
         stopped = self._extend_rows()
         if following is not None:
             following.activate(max(self.step - 1, 0))  # as it was at the evaluation of the last step
-        any_step = not stopped and self._rows_left()
+        any_step, first = not stopped and self._rows_left(), self.step
         if any_step:
             self._warm_up()
         buffers = [self._buffer() for _ in range(config.read_ahead if any_step else 0)]
@@ -241,6 +241,9 @@ class Trainer:
                     self._evaluate_and_log(log)
                 self.save()
             self._consume()  # also what a run that was killed after its last checkpoint left
+        closing_line = self.compiled.closing_line(self.step - first)
+        if closing_line is not None:
+            self.report(closing_line)
         may_go_on = following is not None and config.steps is None and not following.schedule.closed
         return stopped and (may_go_on or self.step < self.total_steps)
 
@@ -341,6 +344,7 @@ class Trainer:
             "tokens": int(numbers.tokens),
             "tokens_per_second": numbers.tokens / seconds,
             "wait_share": numbers.wait_seconds / (rank.world * seconds),
+            "recompilations": self.compiled.recompilations(),
         }
         return values, numbers.stop > 0
 

@@ -312,7 +312,7 @@ def test_beside_a_compiled_training_nothing_is_compiled_again(
     )
     lines: list[str] = []
     train(measured, lines.append, measurement=RealAcceptance())
-    assert any(line.startswith("compiled ") and line.endswith(" 0 recompilations") for line in lines), lines
+    assert any(line.startswith("compiled ") and line.endswith(" 0 recompilations in 20 steps") for line in lines), lines
     assert any("beside the training" in line for line in lines), lines
     evaluations = read_metrics(measured.run, "evaluation")
     assert [entry["step"] for entry in evaluations] == [0, 10, 20]

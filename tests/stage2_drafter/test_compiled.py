@@ -242,7 +242,11 @@ def test_one_graph_serves_all_layers_of_a_kind_and_new_anchors_make_none(
         with torch.no_grad():
             compiled(*row.inputs())
     assert compiled.summary().startswith(f"compiled {graphs} graphs in ")
-    assert compiled.summary().endswith(" s, 0 recompilations")
+    assert compiled.closing_line(8) == f"{compiled.summary()}, 0 recompilations in 8 steps"
+    torch.compiler.set_stance("default")
+    torch.compile(lambda x: x + 3, backend="aot_eager")(torch.ones(2))
+    assert compiled.closing_line(1) == f"{compiled.summary()}, 1 recompilation in 1 step"
+    torch.compiler.set_stance("fail_on_recompile")
     with pytest.raises(RuntimeError, match="ecompile"):
         torch.compile(lambda x: x + 2, backend="aot_eager")(torch.ones(2))
 
