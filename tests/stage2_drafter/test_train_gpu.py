@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dflash_train.errors import InputError
 from dflash_train.stage2_drafter.checkpoint import newest_checkpoint
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.drafter import load_drafter
@@ -69,3 +70,23 @@ def test_muon_goes_on_from_a_drafter_with_layers_checkpointed(
     assert after["loss"] == pytest.approx(before["loss"], rel=3e-2)  # its weights were rounded to bf16
     ours, theirs = ([line["loss"] for line in read_metrics(config.run)] for config in (whole, parts))
     assert len(theirs) == 10 and theirs == pytest.approx(ours, rel=1e-3)
+
+
+def test_fp8_learns_is_saved_and_goes_on_in_fp8_alone(
+    wide_store: Path, make_train_config: Callable[..., TrainConfig]
+) -> None:
+    options = {**GPU_OPTIONS, "devices": "0", "schedule": "constant"}
+    bf16 = make_train_config(wide_store, run="bf16", steps=40, **options)
+    whole, parts = (
+        make_train_config(wide_store, run=name, steps=40, precision="fp8", **options) for name in ("a", "b")
+    )
+    for config in (bf16, whole, replace(parts, steps=15), parts):
+        train(config, report=print)
+    curves = [[line["loss"] for line in read_metrics(config.run)] for config in (bf16, whole, parts)]
+    assert curves[1] == pytest.approx(curves[0], rel=0.1) and curves[1] != curves[0]
+    assert curves[2] == pytest.approx(curves[1], rel=1e-3)
+    checkpoint = newest_checkpoint(whole.run)
+    assert checkpoint is not None
+    load_drafter(checkpoint.path)
+    with pytest.raises(InputError, match="--precision is bf16, the checkpoint has fp8"):
+        train(replace(parts, precision="bf16", steps=50), report=print)
