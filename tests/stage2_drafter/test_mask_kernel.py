@@ -45,3 +45,20 @@ def test_the_tables_are_equal_at_the_sizes_of_a_real_row() -> None:
         expected = block_mask(start, anchor, num_tokens, 16)
         found = mask_kernel.fused_block_mask(start, anchor, num_tokens, 16)
         assert all(torch.equal(getattr(found, table), getattr(expected, table)) for table in TABLES)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU has a host to wait for it")
+def test_the_host_does_not_wait_and_no_mask_of_all_pairs_is_in_memory() -> None:
+    start, anchor = draw(65536, 8192, 1)
+    mask_kernel.fused_block_mask(start, anchor, 65536, 16)  # compiles the kernels
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        mask_kernel.fused_block_mask(start, anchor, 65536, 16)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    pairs = 16 * 8192 * (65536 + 16 * 8192)
+    assert torch.cuda.max_memory_allocated() - before < pairs / 100
