@@ -2,6 +2,7 @@
 
 An eager flex_attention call saves torch's process-wide tracing flag, clears it, and puts the saved value back. Made while
 another thread traces, it puts back True after that trace has ended, and then every compiled call of the process raises.
+Before torch 2.13 a compiled call, however warm, raised by itself while another thread traced.
 """
 
 import subprocess
@@ -18,7 +19,8 @@ from dflash_train.stage2_drafter.flex_door import flex_attention_door
 
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
-attend = flex_attention_door if sys.argv[1] == "door" else flex_attention
+warm = torch.compile(lambda x: x - 1, backend="aot_eager", dynamic=False)
+warm(torch.ones(4))
 tracing, ended = threading.Event(), threading.Event()
 raised = []
 
@@ -46,7 +48,12 @@ def other_thread():
     tracing.wait(60)
     q = torch.randn(1, 1, 16, 16)
     try:
-        attend(q, q, q) if attend is flex_attention else attend(q, q, q, None)
+        if sys.argv[1] == "plain":
+            flex_attention(q, q, q)
+        elif sys.argv[1] == "door":
+            flex_attention_door(q, q, q, None)
+        else:
+            warm(torch.ones(4))
     except RuntimeError as error:
         raised.append(str(error))
     ended.set()
@@ -76,6 +83,14 @@ def race(entry: str) -> str:
 def test_an_eager_call_during_another_threads_trace_poisons_the_process() -> None:
     """Plain torch; when this fails on a new version, the danger is gone there and the guard below costs nothing."""
     assert "later call: Detected that you are using FX to symbolically trace" in race("plain")
+
+
+def test_a_warm_call_during_another_threads_trace_raises_before_torch_2_13() -> None:
+    """Which is why the compiled drafter refuses every thread but the main one, warm or not (test_compiled.py)."""
+    out = race("warm")
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    assert ("Detected that you are using FX to symbolically trace" in out) == (version < (2, 13)), out
+    assert "later call: fine" in out
 
 
 def test_our_door_raises_before_it_can_touch_the_flag() -> None:
