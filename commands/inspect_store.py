@@ -19,7 +19,7 @@ from dflash_train.commands.options import (
 )
 from dflash_train.commands.terminal import Terminal, progress_options, say, show
 from dflash_train.errors import InputError
-from dflash_train.machine.launch import remote_stores_folder
+from dflash_train.machine.disks import remote_stores_folder
 from dflash_train.store.location import StoreLocation, located
 
 

@@ -75,22 +75,6 @@ def parse_devices(text: str | None = None) -> list[Device]:
     return [_gpu_device(index, gpus[index]) for index in indices]
 
 
-def user_cache_folder() -> Path:
-    """The folder for what can be made again: $XDG_CACHE_HOME/dflash-train, by default ~/.cache/dflash-train."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "dflash-train"
-
-
-def remote_stores_folder(given: Path | None) -> Path:
-    """The folder for what is kept here of stores at URLs: --cache-folder, else one in the user's cache folder.
-
-    Raises InputError where the given one is a file.
-    """
-    if given is not None and given.exists() and not given.is_dir():
-        raise InputError(f"--cache-folder is {given}, a file, but must be a folder; name another path.")
-    return given or user_cache_folder() / "stores"
-
-
 def visible_gpus() -> list[str]:
     """UUIDs of the GPUs that --gpus may name, in its numbering; empty without a driver."""
     uuids = _gpu_uuids()

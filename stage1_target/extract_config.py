@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_train.errors import InputError
-from dflash_train.machine.launch import remote_stores_folder
+from dflash_train.machine.disks import remote_stores_folder
 from dflash_train.stage1_target.encoding_choice import check_encoding, resolve_encoding
 from dflash_train.stage1_target.samples import DataConfig
 from dflash_train.stage1_target.target import TargetConfig

@@ -247,14 +247,6 @@ def test_torchrun_tells_the_place_and_the_machine(monkeypatch: pytest.MonkeyPatc
     assert torchrun_place() == TorchrunPlace(5, 8, 1, 4, 1)
 
 
-def test_cache_folder_respects_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert launch.user_cache_folder() == tmp_path / "dflash-train"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/somebody")
-    assert launch.user_cache_folder() == Path("/home/somebody/.cache/dflash-train")
-
-
 def test_launch_imports_neither_torch_nor_transformers() -> None:
     code = (
         "import sys, dflash_train.machine.launch; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
