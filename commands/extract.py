@@ -149,7 +149,7 @@ def extract(
             slow_paths=False,
         )
     from dflash_train.commands.display import ExtractView
-    from dflash_train.machine.launch import torchrun_place
+    from dflash_train.machine.torchrun import torchrun_place
     from dflash_train.stage1_target.events import Event
     from dflash_train.stage1_target.extract import ExtractConfig
     from dflash_train.stage1_target.extract import extract as run

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dflash_train.errors import InputError
-from dflash_train.machine.launch import Device, stop_signals
+from dflash_train.machine.devices import Device
+from dflash_train.machine.launch import stop_signals
 from dflash_train.speculate.acceptance import summarise
 from dflash_train.speculate.answering import (
     Decoding,

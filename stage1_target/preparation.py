@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from dflash_train.errors import InputError
+from dflash_train.machine.devices import parse_devices
 from dflash_train.machine.disks import user_cache_folder
-from dflash_train.machine.launch import parse_devices
 from dflash_train.stage1_target.calibration import calibration_of
 from dflash_train.stage1_target.events import Note, Report, Tokenising
 from dflash_train.stage1_target.extract_config import ExtractConfig

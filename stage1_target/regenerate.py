@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dflash_train.errors import InputError
-from dflash_train.machine.launch import parse_devices, stop_signals
+from dflash_train.machine.devices import parse_devices
+from dflash_train.machine.launch import stop_signals
 from dflash_train.stage1_target.answer_file import AnswerFile
 from dflash_train.stage1_target.answering import Report, Run
 from dflash_train.stage1_target.asking import ask_server

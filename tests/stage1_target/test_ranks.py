@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from dflash_train.cli import main
 from dflash_train.errors import InputError
-from dflash_train.machine.launch import TorchrunPlace
+from dflash_train.machine.torchrun import TorchrunPlace
 from dflash_train.stage1_target import ranks as ranks_module
 from dflash_train.stage1_target.events import Progress, WorkerProgress
 from dflash_train.stage1_target.extract import ExtractConfig

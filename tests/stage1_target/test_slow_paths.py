@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dflash_train.errors import InputError
-from dflash_train.machine.launch import Device
+from dflash_train.machine.devices import Device
 from dflash_train.stage1_target import messages, preparation, slow_paths
 from dflash_train.stage1_target.extract import ExtractConfig
 from dflash_train.stage1_target.samples import DataConfig
