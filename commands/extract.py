@@ -155,7 +155,7 @@ def extract(
     from dflash_train.stage1_target.extract import extract as run
     from dflash_train.stage1_target.forecast import Forecast
     from dflash_train.stage1_target.samples import DataConfig
-    from dflash_train.stage1_target.target import TargetConfig
+    from dflash_train.stage1_target.target_config import TargetConfig
 
     config = ExtractConfig(
         target=TargetConfig(name=target, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code),

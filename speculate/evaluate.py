@@ -42,13 +42,8 @@ from dflash_train.speculate.loading import (
 from dflash_train.speculate.prompts import Prompt, PromptSet, name_prompts, read_prompts
 from dflash_train.speculate.sampling import Sampling
 from dflash_train.speculate.zlab import ZlabDrafter, check_reference
-from dflash_train.stage1_target.target import (
-    TargetConfig,
-    load_model_config,
-    load_target,
-    load_tokenizer,
-    text_config,
-)
+from dflash_train.stage1_target.target import load_target
+from dflash_train.stage1_target.target_config import TargetConfig, load_model_config, load_tokenizer, text_config
 from dflash_train.stage1_target.tokenization import ChatRenderer
 from dflash_train.units import format_count
 

@@ -27,7 +27,7 @@ from dflash_train.stage1_target.room import PlanKeeper
 from dflash_train.stage1_target.samples import SampleTable, prepare_samples
 from dflash_train.stage1_target.schedule import Batch, padding_share, plan_batches
 from dflash_train.stage1_target.slow_paths import SlowPath, refused, slow_paths_of_files
-from dflash_train.stage1_target.target import (
+from dflash_train.stage1_target.target_config import (
     check_target_layer_ids,
     default_target_layer_ids,
     load_model_config,

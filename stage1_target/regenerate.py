@@ -27,7 +27,7 @@ from dflash_train.stage1_target.generation import GenerationSettings, absolute_t
 from dflash_train.stage1_target.generator_pool import run_generators
 from dflash_train.stage1_target.regenerate_config import RegenerateConfig
 from dflash_train.stage1_target.sources import open_source
-from dflash_train.stage1_target.target import load_model_config, load_tokenizer
+from dflash_train.stage1_target.target_config import load_model_config, load_tokenizer
 from dflash_train.stage1_target.tokenization import ChatRenderer
 from dflash_train.units import format_count
 

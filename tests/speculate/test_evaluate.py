@@ -20,7 +20,8 @@ from dflash_train.speculate.evaluate import EvaluateConfig, evaluate
 from dflash_train.speculate.evaluation_tables import format_evaluation
 from dflash_train.speculate.events import Decoded
 from dflash_train.speculate.loading import load_drafter
-from dflash_train.stage1_target.target import TargetConfig, load_target, stop_token_ids
+from dflash_train.stage1_target.target import load_target, stop_token_ids
+from dflash_train.stage1_target.target_config import TargetConfig
 from dflash_train.stage2_drafter.drafter import Drafter, DrafterConfig
 
 

@@ -25,7 +25,7 @@ from dflash_train.stage1_target.extract import ExtractConfig
 from dflash_train.stage1_target.preparation import Prepared, prepare
 from dflash_train.stage1_target.ranks import RankEnd, Ranks
 from dflash_train.stage1_target.samples import DataConfig
-from dflash_train.stage1_target.target import TargetConfig
+from dflash_train.stage1_target.target_config import TargetConfig
 from dflash_train.store.reader import StoreReader
 from dflash_train.store.verify import verify_store
 

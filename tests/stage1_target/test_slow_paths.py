@@ -23,7 +23,8 @@ from dflash_train.stage1_target.slow_paths import (
     slow_tokenizer,
 )
 from dflash_train.stage1_target.supervisor import Supervisor
-from dflash_train.stage1_target.target import TargetConfig, load_target
+from dflash_train.stage1_target.target import load_target
+from dflash_train.stage1_target.target_config import TargetConfig
 from dflash_train.stage1_target.target_files import TargetFiles
 
 HYBRID = TargetFiles(
