@@ -65,7 +65,8 @@ def measure_forwards(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     from dflash_train.stage1_target.compiled_target import compile_layers
     from dflash_train.stage1_target.forward import pad_right
-    from dflash_train.stage1_target.target import TargetConfig, default_target_layer_ids, load_target
+    from dflash_train.stage1_target.target import load_target
+    from dflash_train.stage1_target.target_config import TargetConfig, default_target_layer_ids
 
     began = time.perf_counter()
     name = str(make_target(folder / "target", given.geometry, given.device))

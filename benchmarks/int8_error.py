@@ -27,11 +27,11 @@ from dflash_train.stage1_target.calibration import SINK_FACTOR, calibrate_states
 from dflash_train.stage1_target.forward import pad_right
 from dflash_train.stage1_target.samples import DataConfig, prepare_samples
 from dflash_train.stage1_target.schedule import plan_batches
-from dflash_train.stage1_target.target import (
+from dflash_train.stage1_target.target import load_target
+from dflash_train.stage1_target.target_config import (
     TargetConfig,
     default_target_layer_ids,
     load_model_config,
-    load_target,
     text_config,
 )
 from dflash_train.store.calibration import Calibration

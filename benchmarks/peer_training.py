@@ -60,6 +60,7 @@ from dflash_train.stage2_drafter.drafter_config import DrafterConfig
 from dflash_train.stage2_drafter.events import StepDone
 from dflash_train.stage2_drafter.metrics import StepSums
 from dflash_train.stage2_drafter.preparation import PreparedRun, prepare_run
+from dflash_train.stage2_drafter.row_forward import RowForward
 from dflash_train.stage2_drafter.row_loader import Row, RowBuilder
 from dflash_train.stage2_drafter.rows import RowKey
 from dflash_train.stage2_drafter.trainer import Rank, Trainer
@@ -206,77 +207,54 @@ def make_peer(
     return draft, model
 
 
-class PeerTrainer(Trainer):
-    """Our loop around SpecForge's step: what it trains, and all that it saves, are our fp32 masters by the same names."""
+class PeerForward(RowForward):
+    """SpecForge's step on a row in place of ours: what it trains are our fp32 masters by the same names."""
 
     def __init__(self, run: PreparedRun, device: torch.device, options: argparse.Namespace) -> None:
-        """Raises InputError for a store whose states SpecForge cannot get or whose target it does not compute."""
-        encoding, config = run.reader.encoding, run.drafter_config
-        if encoding.is_projected:
-            raise InputError(f"The store is {encoding.name}, and SpecForge wants all of h. Use one with bf16 or int8.")
-        if (config.input_embedding_scale, config.output_multiplier, config.final_logit_softcapping) != (1, 1, None):
-            raise InputError(
-                "The target scales its embeddings or logits, which SpecForge's step does not. Use another."
-            )
-        self.step_seconds: list[float] = []
-        self.anchors_trained = 0
         # SpecForge may run flex_attention dense where it likes to.
         with mock.patch("dflash_train.stage2_drafter.compiled.forbid_dense_flex"):
-            super().__init__(
-                run, Rank(device=device), functools.partial(print, flush=True), lambda: False, self._note_step
-            )
-        self.builder = TokenRowBuilder(**vars(self.builder))
+            super().__init__(run, device)
+        self.anchors_trained = 0
         self.raw = options.features == "raw"
         self.attention = options.attention or ("flex_attention" if device.type == "cuda" else "eager")
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         torch.manual_seed(self.config.seed)  # SpecForge draws anchors from the device's own generator
         draft, self.peer = make_peer(
-            config,
+            run.drafter_config,
             *frozen_modules(self.embed_tokens, self.lm_head),  # type: ignore[arg-type]  # never fp8 here
             rule=options.rule,
             attention=self.attention,
-            gamma=self.config.gamma_for(config.block_size),
+            gamma=self.config.gamma_for(run.drafter_config.block_size),
             device=device,
             dtype=self.compiled.compute_dtype,
             compiled=options.compile,
         )
-        theirs = dict(draft.named_parameters())
-        if set(theirs) != {name for name, _ in self.named}:
-            raise RuntimeError(
-                f"SpecForge's parameters are not ours: {sorted(set(theirs) ^ {n for n, _ in self.named})}"
-            )
-        self.theirs = [theirs[name] for name, _ in self.named]
-        for parameter, master in zip(self.theirs, self.parameters, strict=True):
+        theirs, masters = dict(draft.named_parameters()), dict(self.drafter.named_parameters())
+        if theirs.keys() != masters.keys():
+            raise RuntimeError(f"SpecForge's parameters are not ours: {sorted(theirs.keys() ^ masters.keys())}")
+        self.masters = list(masters.values())
+        self.theirs = [theirs[name] for name in masters]
+        for parameter, master in zip(self.theirs, self.masters, strict=True):
             hook = functools.partial(_hand_over, master)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _note_step(self, event: StepDone) -> None:
-        self.step_seconds.append(event.seconds)
-
-    def _warm_up(self) -> None:
-        """Nothing is compiled ahead: SpecForge's shapes change from step to step."""
-
-    def evaluate(self) -> dict[str, Any] | None:
-        """None: held-out conversations are left out of the training, and measured by `dflash evaluate` alone."""
-        return None
-
-    def _row_loss(self, model: nn.Module, row: Row, place: int, sums: StepSums) -> Tensor:
+    def loss(self, row: Row, place: int, sums: StepSums) -> Tensor:
         """Forward of one row by SpecForge: Σ w·CE, a scalar whose gradient goes to our masters."""
         assert isinstance(row.blocks, TokenBlocks)
         batch = unpack(row.blocks, TILE if self.attention == "flex_attention" else 1)
         if batch is None:
-            return self.parameters[0].sum() * 0.0
+            return self.masters[0].sum() * 0.0
         with self._uploading() as upload:
             stored = upload(row.buffer.features)
             scales = None if row.buffer.scales is None else upload(row.buffer.scales)
             arrays = (row.blocks.token_ids, row.blocks.loss_mask, batch.index, batch.inside, batch.num_anchors)
             token_ids, loss_mask, index, inside, anchors = (upload(torch.from_numpy(array)) for array in arrays)
-        features = self.run.reader.encoding.decode(stored, scales, self.calibration, torch.float32)
+        features = self.encoding.decode(stored, scales, self.calibration, torch.float32)
         if self.raw:
             features = features * self.calibration.channel_scale
         features = features.to(self.compiled.compute_dtype)
         with torch.no_grad():
-            for parameter, master in zip(self.theirs, self.parameters, strict=True):
+            for parameter, master in zip(self.theirs, self.masters, strict=True):
                 parameter.copy_(master)
         self.peer.anchors_of_each = anchors
         self.anchors_trained += int(batch.num_anchors.sum())
@@ -293,13 +271,49 @@ class PeerTrainer(Trainer):
         loss: Tensor = numerator
         return loss
 
+
+class PeerTrainer(Trainer):
+    """Our loop around SpecForge's step; all that it saves are our masters."""
+
+    forward: PeerForward
+
+    def __init__(self, run: PreparedRun, device: torch.device, options: argparse.Namespace) -> None:
+        """Raises InputError for a store whose states SpecForge cannot get or whose target it does not compute."""
+        encoding, config = run.reader.encoding, run.drafter_config
+        if encoding.is_projected:
+            raise InputError(f"The store is {encoding.name}, and SpecForge wants all of h. Use one with bf16 or int8.")
+        if (config.input_embedding_scale, config.output_multiplier, config.final_logit_softcapping) != (1, 1, None):
+            raise InputError(
+                "The target scales its embeddings or logits, which SpecForge's step does not. Use another."
+            )
+        self.step_seconds: list[float] = []
+        super().__init__(
+            run,
+            Rank(device=device),
+            functools.partial(print, flush=True),
+            lambda: False,
+            self._note_step,
+            forward=PeerForward(run, device, options),
+        )
+        self.builder = TokenRowBuilder(**vars(self.builder))
+
+    def _note_step(self, event: StepDone) -> None:
+        self.step_seconds.append(event.seconds)
+
+    def _warm_up(self) -> None:
+        """Nothing is compiled ahead: SpecForge's shapes change from step to step."""
+
+    def evaluate(self) -> dict[str, Any] | None:
+        """None: held-out conversations are left out of the training, and measured by `dflash evaluate` alone."""
+        return None
+
     def save(self) -> Checkpoint | None:
         """Write the drafter in z-lab's format, with the groups it was trained on. It is no checkpoint of our trainer:
         a resume would take masters for raw h as masters for D⁻¹h."""
         self._saved_step = self.step
         reader, folder = self.run.reader, self.config.run
         ones = Calibration(torch.ones_like(reader.calibration.channel_scale))
-        tensors = export_tensors(dict(self.named), reader.encoding, ones if self.raw else reader.calibration)
+        tensors = export_tensors(dict(self.named), reader.encoding, ones if self.forward.raw else reader.calibration)
         (folder / GROUPS).parent.mkdir(exist_ok=True)
         np.save(folder / GROUPS, self.run.training_groups(), allow_pickle=False)
         (folder / CONFIG_FILE).write_text(json.dumps(self.run.drafter_config.to_json(), indent=2) + "\n")
@@ -355,7 +369,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     trainer = PeerTrainer(run, device, options)
     config.run.mkdir(parents=True, exist_ok=True)
     trainer.report(
-        f"SpecForge's step with {trainer.attention}{', compiled' if options.compile else ''}, labels by the rule of "
+        f"SpecForge's step with {trainer.forward.attention}{', compiled' if options.compile else ''}, labels by the rule of "
         f"{options.rule}, {options.features} features; {run.num_training:,} samples, {config.steps:,} steps of "
         f"{config.rows_per_step} rows"
     )
@@ -365,12 +379,12 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "peer": "SpecForge 0.2.0",
         **{name: getattr(options, name) for name in ("rule", "features", "compile", "seed", "steps", "lr")},
-        "attention": trainer.attention,
+        "attention": trainer.forward.attention,
         "target": options.target,
         "train_config": config.to_json(),
         "drafter_config": run.drafter_config.to_json(),
         "samples": run.num_training,
-        "anchors_trained": trainer.anchors_trained,
+        "anchors_trained": trainer.forward.anchors_trained,
         "seconds": time.perf_counter() - began,
         "ms_per_step": statistics.median(settled) * 1e3 if settled else None,
         "graphs": compiled_graphs(),

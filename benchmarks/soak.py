@@ -49,7 +49,7 @@ from dflash_train.stage1_target import extract as extract_module
 from dflash_train.stage1_target.events import Progress
 from dflash_train.stage1_target.extract import Event, ExtractConfig, extract
 from dflash_train.stage1_target.samples import DataConfig
-from dflash_train.stage1_target.target import TargetConfig
+from dflash_train.stage1_target.target_config import TargetConfig
 from dflash_train.store.reader import Sample, StoreReader
 from dflash_train.store.reference import open_references, read_references
 from dflash_train.store.verify import verify_store

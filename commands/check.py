@@ -52,7 +52,7 @@ def check(
     torch_device = use_one_device(gpus) if parity else "cpu"
     from dflash_train.machine.preflight import Check
     from dflash_train.speculate.check import CheckConfig, check_drafter
-    from dflash_train.stage1_target.target import TargetConfig
+    from dflash_train.stage1_target.target_config import TargetConfig
 
     config = CheckConfig(
         target=TargetConfig(name=target, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code),

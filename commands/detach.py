@@ -14,8 +14,9 @@ from typing import Any
 import click
 
 from dflash_train.commands.terminal import Failure, say
-from dflash_train.machine.launch import last_lines, torchrun_place
+from dflash_train.machine.launch import last_lines
 from dflash_train.machine.runs import Recorder, RunState, await_first_progress, recording, start_detached
+from dflash_train.machine.torchrun import torchrun_place
 
 _DETACH, _RECORDER = f"{__name__}.detach", f"{__name__}.recorder"
 _SAY_SECONDS = 10.0

@@ -114,7 +114,7 @@ def evaluate(
     from dflash_train.speculate.evaluate import evaluate as run
     from dflash_train.speculate.evaluation_tables import format_evaluation
     from dflash_train.stage1_target.generation import generation_mismatches
-    from dflash_train.stage1_target.target import TargetConfig
+    from dflash_train.stage1_target.target_config import TargetConfig
 
     config = EvaluateConfig(
         target=TargetConfig(name=target, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code),

@@ -47,7 +47,7 @@ def export(
     if store is not None and target is not None:
         raise click.UsageError("--store and --target both name embedding and head: give one.")
     from dflash_train.speculate.export import export_drafter, format_export
-    from dflash_train.stage1_target.target import TargetConfig
+    from dflash_train.stage1_target.target_config import TargetConfig
 
     config = None
     if target is not None:

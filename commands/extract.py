@@ -27,7 +27,7 @@ from dflash_train.commands.options import (
 from dflash_train.commands.preflight import check_start
 from dflash_train.commands.recipe import write_recipe
 from dflash_train.commands.terminal import Terminal, fail, progress_options
-from dflash_train.machine.launch import user_cache_folder
+from dflash_train.machine.disks import user_cache_folder
 from dflash_train.machine.runs import logs_folder
 from dflash_train.store.location import StoreLocation, beside
 from dflash_train.units import format_duration
@@ -149,13 +149,13 @@ def extract(
             slow_paths=False,
         )
     from dflash_train.commands.display import ExtractView
-    from dflash_train.machine.launch import torchrun_place
+    from dflash_train.machine.torchrun import torchrun_place
     from dflash_train.stage1_target.events import Event
     from dflash_train.stage1_target.extract import ExtractConfig
     from dflash_train.stage1_target.extract import extract as run
     from dflash_train.stage1_target.forecast import Forecast
     from dflash_train.stage1_target.samples import DataConfig
-    from dflash_train.stage1_target.target import TargetConfig
+    from dflash_train.stage1_target.target_config import TargetConfig
 
     config = ExtractConfig(
         target=TargetConfig(name=target, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code),

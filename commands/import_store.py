@@ -104,7 +104,7 @@ def import_store(
     from dflash_train.commands.display import CountView
     from dflash_train.stage1_target.import_config import ImportConfig
     from dflash_train.stage1_target.importing import import_store as run
-    from dflash_train.stage1_target.target import TargetConfig
+    from dflash_train.stage1_target.target_config import TargetConfig
 
     config = ImportConfig(
         source=source,

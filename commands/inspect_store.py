@@ -19,7 +19,7 @@ from dflash_train.commands.options import (
 )
 from dflash_train.commands.terminal import Terminal, progress_options, say, show
 from dflash_train.errors import InputError
-from dflash_train.machine.launch import remote_stores_folder
+from dflash_train.machine.disks import remote_stores_folder
 from dflash_train.store.location import StoreLocation, located
 
 
@@ -86,7 +86,7 @@ def inspect_store(
 
         from dflash_train.commands.display import CountView
         from dflash_train.stage1_target.recompute import recompute_samples
-        from dflash_train.stage1_target.target import TargetConfig
+        from dflash_train.stage1_target.target_config import TargetConfig
 
         config = TargetConfig(name=target, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code)
         with Terminal(CountView("samples")) as terminal:
@@ -112,7 +112,7 @@ def inspect_store(
         show(asdict(found), format_verification(found), as_json, output)
         sys.exit(bool(found.problems))
     if sample_id is not None:
-        from dflash_train.stage1_target.target import TargetConfig, load_tokenizer
+        from dflash_train.stage1_target.target_config import TargetConfig, load_tokenizer
         from dflash_train.stage1_target.tokenization import mark_supervised
         from dflash_train.store.reader import StoreReader
         from dflash_train.store.report import sample_report

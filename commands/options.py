@@ -14,7 +14,7 @@ from dflash_train.errors import InputError
 from dflash_train.store.location import CACHE_BYTES, StoreUrl, beside, parse_store
 
 if TYPE_CHECKING:
-    from dflash_train.machine.launch import Device
+    from dflash_train.machine.devices import Device
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -196,7 +196,7 @@ def use_devices(gpus: str | None) -> list[Device]:
 
     Call it before torch is imported. Of several, each is for a process of its own.
     """
-    from dflash_train.machine.launch import parse_devices, use_device
+    from dflash_train.machine.devices import parse_devices, use_device
 
     devices = parse_devices(gpus)
     if gpus is None:
@@ -208,7 +208,7 @@ def use_devices(gpus: str | None) -> list[Device]:
 
 def use_one_device(gpus: str | None) -> str:
     """Make the first of the given devices the only one that this process sees; call before torch is imported."""
-    from dflash_train.machine.launch import parse_devices, use_device
+    from dflash_train.machine.devices import parse_devices, use_device
 
     devices = parse_devices(gpus)
     if gpus is not None and len(devices) > 1:

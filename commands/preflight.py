@@ -81,8 +81,8 @@ def check_plan(
 
 def check_start(**fields: Any) -> None:
     """The cheap checks of check_plan, before anything heavy is imported: says warnings, raises InputError for errors."""
-    from dflash_train.machine.launch import torchrun_place
     from dflash_train.machine.preflight import stop_on_errors
+    from dflash_train.machine.torchrun import torchrun_place
 
     checks = check_plan(**fields)
     place = torchrun_place()

@@ -70,7 +70,7 @@ def regenerate(
     from dflash_train.commands.display import RegenerateView
     from dflash_train.stage1_target.regenerate import RegenerateConfig
     from dflash_train.stage1_target.regenerate import regenerate as run
-    from dflash_train.stage1_target.target import TargetConfig
+    from dflash_train.stage1_target.target_config import TargetConfig
 
     config = RegenerateConfig(
         target=TargetConfig(name=target, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code),

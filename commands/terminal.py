@@ -214,7 +214,7 @@ def _stamped(line: Line) -> RenderableType:
 
 
 def _under_torchrun() -> bool:
-    from dflash_train.machine.launch import torchrun_place
+    from dflash_train.machine.torchrun import torchrun_place
 
     return torchrun_place() is not None
 

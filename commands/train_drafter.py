@@ -129,7 +129,8 @@ def train_drafter(gpus: str | None, allow_busy_gpus: bool, stores: tuple[Path, .
     Run the same command again to go on from the newest checkpoint. Each folder RUN/checkpoints/step-… is a drafter in
     z-lab's format that SGLang, vLLM and z-lab's package load.
     """
-    from dflash_train.machine.launch import leave_process, torchrun_place
+    from dflash_train.machine.launch import leave_process
+    from dflash_train.machine.torchrun import torchrun_place
     from dflash_train.stage2_drafter.config import TrainConfig
 
     first, *others = stores

@@ -1,4 +1,4 @@
-"""Folders and the disks below them: writable, how fast, on which file system; nothing is left behind."""
+"""Folders and the disks below them: which are for caches, writable, how fast; nothing is left behind."""
 
 from __future__ import annotations
 
@@ -8,12 +8,30 @@ import tempfile
 import time
 from pathlib import Path
 
+from dflash_train.errors import InputError
+
 REMOTE_FILE_SYSTEMS = (
     *("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "gluster", "afs", "9p"),
     "fuse.",  # sshfs, s3fs, rclone …
 )
 PROBE_BYTES = 64 * 2**20
 PROBE_SECONDS = 4.0
+
+
+def user_cache_folder() -> Path:
+    """The folder for what can be made again: $XDG_CACHE_HOME/dflash-train, by default ~/.cache/dflash-train."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "dflash-train"
+
+
+def remote_stores_folder(given: Path | None) -> Path:
+    """The folder for what is kept here of stores at URLs: --cache-folder, else one in the user's cache folder.
+
+    Raises InputError where the given one is a file.
+    """
+    if given is not None and given.exists() and not given.is_dir():
+        raise InputError(f"--cache-folder is {given}, a file, but must be a folder; name another path.")
+    return given or user_cache_folder() / "stores"
 
 
 def disk_speed(folder: Path) -> tuple[float, float]:

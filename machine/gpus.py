@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_train.machine.launch import Device
+from dflash_train.machine.devices import Device
 
 BUSY_BYTES = 2**30
 BUSY_SHARE = 0.05  # of a GPU so small that 1 GiB would be most of it

@@ -1,11 +1,9 @@
-"""Devices and processes: one process per device, started clean, logged from its first instant, gone with its parent.
+"""Processes: one per device, started clean, logged from its first instant, gone with its parent.
 
 A process is a new interpreter (no fork, no re-import of the caller's script) whose stdout and stderr are a log file
 before Python starts, so that even an import that crashes leaves its line. It talks over one duplex pipe of its own: no
 shared queue, no shared lock that a killed process could keep. It dies with its parent (PR_SET_PDEATHSIG) and does not
 react to Ctrl-C, which the terminal sends to everyone: the parent decides, and says so over the pipe.
-
-Environment variables are set here and nowhere else in the package.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import ctypes
 import importlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -23,248 +20,19 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any, NoReturn, Self
 
-from dflash_train.errors import InputError
+from dflash_train.machine.devices import Device
 
-STORE_SECONDS = 60.0
-"""For torchrun's store to answer."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 STARTUP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
     "from dflash_train.machine.launch import _run_process; _run_process(int(sys.argv[1]), int(sys.argv[2]))"
 )
-
-
-@dataclass(frozen=True)
-class Device:
-    """One place to run a process, and the environment that makes it the only one the process sees."""
-
-    label: str
-    """What to call it: «GPU 5» or «CPU worker 0»."""
-    torch_device: str
-    """cuda:0 (the only one visible) or cpu."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables set for the process."""
-
-
-def parse_devices(text: str | None = None) -> list[Device]:
-    """Read «0-4», «5,7», «cpu» or «cpu:3»; None is every GPU of the machine, or one CPU worker where there is none.
-
-    Numbers are nvidia-smi's indices, or positions in CUDA_VISIBLE_DEVICES where that is set. Raises InputError.
-    """
-    text = None if text is None else text.strip().lower()
-    if text is not None and (cpu := re.fullmatch(r"cpu(?::(\d+))?", text)):
-        return _cpu_devices(int(cpu[1] or 1))
-    gpus = visible_gpus()
-    if text is None:
-        return [_gpu_device(index, gpus[index]) for index in range(len(gpus))] or _cpu_devices(1)
-    indices = _parse_indices(text)
-    if not gpus:
-        raise InputError(f"--gpus names {text} but this machine shows no NVIDIA GPU; use --gpus cpu to run without.")
-    missing = [index for index in indices if index >= len(gpus)]
-    if missing:
-        where = "CUDA_VISIBLE_DEVICES" if os.environ.get("CUDA_VISIBLE_DEVICES") else "this machine"
-        there = "0" if len(gpus) == 1 else f"0-{len(gpus) - 1}"
-        raise InputError(f"--gpus names GPU {', '.join(map(str, missing))} but {where} has {there}; choose from these.")
-    return [_gpu_device(index, gpus[index]) for index in indices]
-
-
-def user_cache_folder() -> Path:
-    """The folder for what can be made again: $XDG_CACHE_HOME/dflash-train, by default ~/.cache/dflash-train."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "dflash-train"
-
-
-def remote_stores_folder(given: Path | None) -> Path:
-    """The folder for what is kept here of stores at URLs: --cache-folder, else one in the user's cache folder.
-
-    Raises InputError where the given one is a file.
-    """
-    if given is not None and given.exists() and not given.is_dir():
-        raise InputError(f"--cache-folder is {given}, a file, but must be a folder; name another path.")
-    return given or user_cache_folder() / "stores"
-
-
-def visible_gpus() -> list[str]:
-    """UUIDs of the GPUs that --gpus may name, in its numbering; empty without a driver."""
-    uuids = _gpu_uuids()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None or not uuids:
-        return uuids
-    chosen: list[str] = []
-    for entry in filter(None, (part.strip() for part in visible.split(","))):
-        if entry.isdigit():
-            if int(entry) >= len(uuids):
-                break  # CUDA ignores an entry that does not exist, and all after it
-            chosen.append(uuids[int(entry)])
-        elif entry.startswith("MIG-"):
-            chosen.append(entry)
-        else:
-            matches = [uuid for uuid in uuids if uuid.startswith(entry)]
-            if len(matches) != 1:
-                break
-            chosen.append(matches[0])
-    return chosen
-
-
-def _gpu_uuids() -> list[str]:
-    """UUIDs of all GPUs in nvidia-smi's order."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return [
-            uuid if isinstance(uuid := pynvml.nvmlDeviceGetUUID(handle), str) else uuid.decode() for handle in handles
-        ]
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _gpu_device(index: int, uuid: str) -> Device:
-    return Device(f"GPU {index}", "cuda:0", {"CUDA_VISIBLE_DEVICES": uuid})
-
-
-def _cpu_devices(count: int) -> list[Device]:
-    if count < 1:
-        raise InputError("--gpus cpu:0 asks for no worker at all; cpu:1 is the least.")
-    # threads that together exceed the cores wait on each other
-    threads = str(max(1, len(os.sched_getaffinity(0)) // count))
-    environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-    return [Device(f"CPU worker {index}", "cpu", environment) for index in range(count)]
-
-
-def with_compile_cache(device: Device, folder: Path) -> Device:
-    """The device with torch.compile's and Triton's caches in a folder of its own process (torch reads them at import).
-
-    Own folders keep entries of one run from being deleted under another; a resumed run finds the same kernels again.
-    """
-    caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
-    return Device(device.label, device.torch_device, {**device.environment, **caches})
-
-
-def use_device(device: Device) -> str:
-    """Make `device` the only one that this very process sees, before torch is imported; returns its torch name."""
-    if device.torch_device != "cpu":
-        assert "torch" not in sys.modules, "torch has read the environment already"
-        os.environ.update(device.environment)
-    return device.torch_device
-
-
-@dataclass(frozen=True)
-class TorchrunPlace:
-    """This process's place among those that torchrun started."""
-
-    rank: int
-    world: int
-    local_rank: int
-    """Number on its machine."""
-    local_world: int = 1
-    """Processes of its machine."""
-    group_rank: int = 0
-    """Number of its machine."""
-
-
-def torchrun_place() -> TorchrunPlace | None:
-    """The place that torchrun gave this process in its environment; None where it was started in another way."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return None
-    rank, world, local_rank, machine = (
-        int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
-    )
-    return TorchrunPlace(rank, world, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), machine)
-
-
-class KeyValueStore(Protocol):
-    """What torch's distributed stores have in common, as far as it is used here."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all keys are set."""
-
-    def get(self, key: str) -> bytes:
-        """The value of a key; waits for one that is not set."""
-
-    def set(self, key: str, value: str) -> None:
-        """Set a key."""
-
-
-def torchrun_store(place: TorchrunPlace, name: str) -> KeyValueStore:
-    """The key-value store that torchrun keeps for its processes, with keys of our own under `name`."""
-    from torch import distributed
-
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    is_master = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    tcp_store: Any = distributed.TCPStore  # type: ignore[attr-defined]
-    prefix_store: Any = distributed.PrefixStore  # type: ignore[attr-defined]
-    timeout = timedelta(seconds=STORE_SECONDS)
-    try:
-        store = tcp_store(host, port, place.world, is_master, timeout=timeout, wait_for_workers=False)
-    except RuntimeError as error:
-        raise InputError(
-            f"torchrun's store at {host}:{port} does not answer ({str(error).splitlines()[0]})."
-        ) from error
-    prefixed: KeyValueStore = prefix_store(f"{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    return prefixed
-
-
-def rank_devices(place: TorchrunPlace, text: str | None, gpus_per_process: int = 1) -> list[Device]:
-    """The devices of one of torchrun's processes: by its local rank; a CPU where `text` says so or no GPU is there.
-
-    Raises InputError where the machine has fewer GPUs than its processes need.
-    """
-    gpus = visible_gpus()
-    if (text is not None and text.strip().lower().startswith("cpu")) or (text is None and not gpus):
-        return [_cpu_devices(place.local_world)[place.local_rank]]
-    first = place.local_rank * gpus_per_process
-    if first + gpus_per_process > len(gpus):
-        raise InputError(
-            f"torchrun started {place.local_world} processes here, which need {place.local_world * gpus_per_process} GPUs, "
-            f"but this machine shows {len(gpus)}; start fewer with --nproc-per-node."
-        )
-    return [_gpu_device(index, gpus[index]) for index in range(first, first + gpus_per_process)]
-
-
-def group_devices(devices: Sequence[Device], size: int) -> list[Device]:
-    """Devices for processes that see `size` GPUs each, neighbours of the list together. Raises InputError."""
-    if size <= 1:
-        return list(devices)
-    if any(device.torch_device == "cpu" for device in devices):
-        raise InputError(f"--gpus-per-target {size} needs GPUs, but the target is to run on the CPU; leave it out.")
-    if len(devices) % size:
-        raise InputError(
-            f"--gpus-per-target {size} does not divide the {len(devices)} GPUs to be used; name a multiple of {size} with "
-            "--gpus."
-        )
-    groups = [devices[first : first + size] for first in range(0, len(devices), size)]
-    return [
-        Device(
-            f"GPUs {'+'.join(device.label.removeprefix('GPU ') for device in group)}",
-            "cuda:0",
-            {"CUDA_VISIBLE_DEVICES": ",".join(device.environment["CUDA_VISIBLE_DEVICES"] for device in group)},
-        )
-        for group in groups
-    ]
-
-
-def _parse_indices(text: str) -> list[int]:
-    indices: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
-        if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise InputError(f"--gpus is {text!r}; write GPU numbers like 0-4 or 5,7, or cpu, or cpu:3.")
-        indices += range(int(match[1]), int(match[2] or match[1]) + 1)
-    if len(set(indices)) != len(indices):
-        raise InputError(f"--gpus {text} names a GPU twice; name each once.")
-    return indices
 
 
 @dataclass(eq=False)

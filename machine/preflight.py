@@ -18,16 +18,18 @@ from pathlib import Path
 from typing import Literal
 
 from dflash_train.errors import InputError
-from dflash_train.machine.disks import PROBE_BYTES, disk_speed, existing_parent, file_system, is_remote, why_unwritable
-from dflash_train.machine.gpus import Driver, GpuState, gibibytes, read_driver, read_gpus
-from dflash_train.machine.launch import (
-    Device,
-    group_devices,
-    parse_devices,
-    rank_devices,
-    torchrun_place,
+from dflash_train.machine.devices import Device, group_devices, parse_devices
+from dflash_train.machine.disks import (
+    PROBE_BYTES,
+    disk_speed,
+    existing_parent,
+    file_system,
+    is_remote,
     user_cache_folder,
+    why_unwritable,
 )
+from dflash_train.machine.gpus import Driver, GpuState, gibibytes, read_driver, read_gpus
+from dflash_train.machine.torchrun import rank_devices, torchrun_place
 
 LEAST_FREE_BYTES = 2**30  # a checkpoint of a small drafter, or a segment's half
 FEW_FREE_BYTES = 20 * 2**30

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_train.errors import InputError
-from dflash_train.machine.launch import last_lines, torchrun_place
+from dflash_train.machine.launch import last_lines
+from dflash_train.machine.torchrun import torchrun_place
 from dflash_train.units import format_duration
 
 STATE_NAME = "state.json"

@@ -23,7 +23,8 @@ from dflash_train.speculate.target_cache import TargetCache, check_continuation
 from dflash_train.speculate.zlab import ZlabDrafter
 from dflash_train.stage1_target.conversations import RowError
 from dflash_train.stage1_target.generator import as_message
-from dflash_train.stage1_target.target import Target, stop_token_ids, text_config
+from dflash_train.stage1_target.target import Target, stop_token_ids
+from dflash_train.stage1_target.target_config import text_config
 from dflash_train.stage1_target.tokenization import ChatRenderer
 from dflash_train.stage2_drafter.drafter import Drafter
 

@@ -21,7 +21,7 @@ from dflash_train.speculate.findings import ENGINES, Check, error, warning
 from dflash_train.speculate.serving import serving_commands
 from dflash_train.speculate.target_checks import check_against_target
 from dflash_train.speculate.tensor_checks import TARGET_TENSORS, check_tensors
-from dflash_train.stage1_target.target import TargetConfig, load_model_config, load_tokenizer
+from dflash_train.stage1_target.target_config import TargetConfig, load_model_config, load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dflash_train.errors import InputError
-from dflash_train.machine.launch import Device, stop_signals
+from dflash_train.machine.devices import Device
+from dflash_train.machine.launch import stop_signals
 from dflash_train.speculate.acceptance import summarise
 from dflash_train.speculate.answering import (
     Decoding,
@@ -41,13 +42,8 @@ from dflash_train.speculate.loading import (
 from dflash_train.speculate.prompts import Prompt, PromptSet, name_prompts, read_prompts
 from dflash_train.speculate.sampling import Sampling
 from dflash_train.speculate.zlab import ZlabDrafter, check_reference
-from dflash_train.stage1_target.target import (
-    TargetConfig,
-    load_model_config,
-    load_target,
-    load_tokenizer,
-    text_config,
-)
+from dflash_train.stage1_target.target import load_target
+from dflash_train.stage1_target.target_config import TargetConfig, load_model_config, load_tokenizer, text_config
 from dflash_train.stage1_target.tokenization import ChatRenderer
 from dflash_train.units import format_count
 

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from dflash_train.errors import InputError
 from dflash_train.speculate.loading import check_drafter_fits, find_drafter, load_drafter_config
-from dflash_train.stage1_target.target import TargetConfig, load_model_config, load_target
+from dflash_train.stage1_target.target import load_target
+from dflash_train.stage1_target.target_config import TargetConfig, load_model_config
 from dflash_train.stage2_drafter.checkpoint import round_to_bfloat16, safetensors_bytes
 from dflash_train.stage2_drafter.drafter import DrafterConfig, load_drafter
 from dflash_train.store.files import Files, write_directory

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from dflash_train.errors import InputError
-from dflash_train.stage1_target.target import Target, text_config
+from dflash_train.stage1_target.target import Target
+from dflash_train.stage1_target.target_config import text_config
 from dflash_train.stage2_drafter.checkpoint import (
     CONFIG_FILE,
     WEIGHTS_FILE,

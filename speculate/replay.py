@@ -36,7 +36,8 @@ from dflash_train.speculate.loading import check_drafter_fits_target
 from dflash_train.speculate.prompts import Prompt
 from dflash_train.speculate.target_cache import TargetCache
 from dflash_train.stage1_target.generator import Watcher, generate_tokens
-from dflash_train.stage1_target.target import Target, stop_token_ids, text_config
+from dflash_train.stage1_target.target import Target, stop_token_ids
+from dflash_train.stage1_target.target_config import text_config
 from dflash_train.stage1_target.tokenization import ChatRenderer
 from dflash_train.stage2_drafter.blocks import dense_block_mask
 from dflash_train.stage2_drafter.drafter import Attend, Drafter

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from dflash_train.speculate.drafter_folder import DrafterFolder
-from dflash_train.stage1_target.target import TargetConfig
+from dflash_train.stage1_target.target_config import TargetConfig
 
 
 def serving_commands(folder: DrafterFolder, target: TargetConfig, engines: Collection[str]) -> dict[str, str]:

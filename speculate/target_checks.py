@@ -11,7 +11,7 @@ from typing import Any
 from dflash_train.errors import InputError
 from dflash_train.speculate.drafter_folder import DrafterFolder
 from dflash_train.speculate.findings import Check, error, ok, warning
-from dflash_train.stage1_target.target import default_target_layer_ids, text_config
+from dflash_train.stage1_target.target_config import default_target_layer_ids, text_config
 from dflash_train.stage2_drafter.drafter_config import target_rope_theta
 
 LEAST_TARGET_LAYERS = 4

@@ -27,13 +27,8 @@ from dflash_train.speculate.decode import Interrupted
 from dflash_train.speculate.gap import LARGEST_GAP, Evidence, explain_gap
 from dflash_train.speculate.prompts import Prompt, PromptSet, name_prompts, read_prompts
 from dflash_train.stage1_target.identity import build_manifest, known_without_weights
-from dflash_train.stage1_target.target import (
-    TargetConfig,
-    load_model_config,
-    load_target,
-    load_tokenizer,
-    text_config,
-)
+from dflash_train.stage1_target.target import load_target
+from dflash_train.stage1_target.target_config import TargetConfig, load_model_config, load_tokenizer, text_config
 from dflash_train.stage1_target.tokenization import ChatRenderer
 from dflash_train.stage2_drafter.drafter import Drafter
 from dflash_train.stage2_drafter.preparation import PreparedRun

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_train.errors import InputError
-from dflash_train.machine.launch import Device, Process, start_processes, stop_signals
+from dflash_train.machine.devices import Device
+from dflash_train.machine.launch import Process, start_processes, stop_signals
 from dflash_train.speculate.answering import run_facts
 from dflash_train.speculate.evaluate import EvaluateConfig, Outcome, decoded_event, load_decoder
 from dflash_train.speculate.events import Progress

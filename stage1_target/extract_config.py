@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_train.errors import InputError
-from dflash_train.machine.launch import remote_stores_folder
+from dflash_train.machine.disks import remote_stores_folder
 from dflash_train.stage1_target.encoding_choice import check_encoding, resolve_encoding
 from dflash_train.stage1_target.samples import DataConfig
-from dflash_train.stage1_target.target import TargetConfig
+from dflash_train.stage1_target.target_config import TargetConfig
 from dflash_train.store.encoding import AUTO_RANK, Encoding, is_projected
 from dflash_train.store.location import StoreLocation, located
 from dflash_train.store.manifest import Manifest

@@ -25,7 +25,8 @@ from dflash_train.stage1_target import messages
 from dflash_train.stage1_target.conversations import Message, RowError
 from dflash_train.stage1_target.dialogue import Dialogue, Exchange, Outcome
 from dflash_train.stage1_target.regenerate_config import RegenerateConfig
-from dflash_train.stage1_target.target import Target, load_target, stop_token_ids, text_config
+from dflash_train.stage1_target.target import Target, load_target, stop_token_ids
+from dflash_train.stage1_target.target_config import text_config
 from dflash_train.stage1_target.tokenization import ChatRenderer
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from dflash_train.errors import InputError
-from dflash_train.machine.launch import Process, parse_devices, start_processes
+from dflash_train.machine.devices import parse_devices
+from dflash_train.machine.launch import Process, start_processes
 from dflash_train.stage1_target import messages
 from dflash_train.stage1_target.answering import Run
 from dflash_train.stage1_target.dialogue import Dialogue

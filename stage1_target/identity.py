@@ -17,7 +17,7 @@ import google_crc32c
 import torch
 
 from dflash_train.stage1_target.quantization import quantization_name
-from dflash_train.stage1_target.target import TargetConfig, text_config
+from dflash_train.stage1_target.target_config import TargetConfig, text_config
 from dflash_train.stage1_target.tokenization import hash_chat_template, hash_tokenizer
 from dflash_train.store.encoding import Encoding, to_stored
 from dflash_train.store.location import StoreLocation

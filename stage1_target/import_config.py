@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dflash_train.errors import InputError
 from dflash_train.stage1_target.encoding_choice import check_encoding
-from dflash_train.stage1_target.target import TargetConfig
+from dflash_train.stage1_target.target_config import TargetConfig
 from dflash_train.store.encoding import AUTO_RANK
 
 

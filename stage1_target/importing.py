@@ -41,11 +41,10 @@ from dflash_train.stage1_target.import_config import ImportConfig, ImportResult
 from dflash_train.stage1_target.preparation import open_if_there
 from dflash_train.stage1_target.projection import fit_states
 from dflash_train.stage1_target.sample_table import prompt_group, sample_id
-from dflash_train.stage1_target.target import (
-    Target,
+from dflash_train.stage1_target.target import Target, load_target
+from dflash_train.stage1_target.target_config import (
     check_target_layer_ids,
     load_model_config,
-    load_target,
     load_tokenizer,
     text_config,
 )

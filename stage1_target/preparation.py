@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from dflash_train.errors import InputError
-from dflash_train.machine.launch import parse_devices, user_cache_folder
+from dflash_train.machine.devices import parse_devices
+from dflash_train.machine.disks import user_cache_folder
 from dflash_train.stage1_target.calibration import calibration_of
 from dflash_train.stage1_target.events import Note, Report, Tokenising
 from dflash_train.stage1_target.extract_config import ExtractConfig
@@ -26,7 +27,7 @@ from dflash_train.stage1_target.room import PlanKeeper
 from dflash_train.stage1_target.samples import SampleTable, prepare_samples
 from dflash_train.stage1_target.schedule import Batch, padding_share, plan_batches
 from dflash_train.stage1_target.slow_paths import SlowPath, refused, slow_paths_of_files
-from dflash_train.stage1_target.target import (
+from dflash_train.stage1_target.target_config import (
     check_target_layer_ids,
     default_target_layer_ids,
     load_model_config,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_train.errors import InputError
 
 if TYPE_CHECKING:
-    from dflash_train.stage1_target.target import TargetConfig
+    from dflash_train.stage1_target.target_config import TargetConfig
 
 PACKAGES: dict[str, tuple[tuple[str, str], ...]] = {
     "awq": (("gptqmodel", "gptqmodel"), ("accelerate", "accelerate")),

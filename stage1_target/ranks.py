@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 
 from dflash_train.errors import InputError
-from dflash_train.machine.launch import KeyValueStore, TorchrunPlace
+from dflash_train.machine.torchrun import KeyValueStore, TorchrunPlace
 from dflash_train.stage1_target.events import Progress, WorkerProgress
 from dflash_train.stage1_target.preparation import Prepared
 from dflash_train.store.location import StoreLocation

@@ -15,7 +15,8 @@ import torch
 
 from dflash_train.errors import InputError
 from dflash_train.stage1_target.identity import check_target, known_without_weights, refuse_differences
-from dflash_train.stage1_target.target import Target, TargetConfig, load_model_config, load_target, load_tokenizer
+from dflash_train.stage1_target.target import Target, load_target
+from dflash_train.stage1_target.target_config import TargetConfig, load_model_config, load_tokenizer
 from dflash_train.store.location import StoreLocation
 from dflash_train.store.manifest import StoreError, format_id
 from dflash_train.store.reader import StoreReader

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dflash_train.errors import InputError
-from dflash_train.machine.launch import parse_devices, stop_signals
+from dflash_train.machine.devices import parse_devices
+from dflash_train.machine.launch import stop_signals
 from dflash_train.stage1_target.answer_file import AnswerFile
 from dflash_train.stage1_target.answering import Report, Run
 from dflash_train.stage1_target.asking import ask_server
@@ -26,7 +27,7 @@ from dflash_train.stage1_target.generation import GenerationSettings, absolute_t
 from dflash_train.stage1_target.generator_pool import run_generators
 from dflash_train.stage1_target.regenerate_config import RegenerateConfig
 from dflash_train.stage1_target.sources import open_source
-from dflash_train.stage1_target.target import load_model_config, load_tokenizer
+from dflash_train.stage1_target.target_config import load_model_config, load_tokenizer
 from dflash_train.stage1_target.tokenization import ChatRenderer
 from dflash_train.units import format_count
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_train.errors import InputError
-from dflash_train.stage1_target.target import TargetConfig
+from dflash_train.stage1_target.target_config import TargetConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 
 from dflash_train.errors import InputError
 from dflash_train.stage1_target.quantization import quantization_name
-from dflash_train.stage1_target.target import Target, text_config
+from dflash_train.stage1_target.target import Target
+from dflash_train.stage1_target.target_config import text_config
 
 logger = logging.getLogger(__name__)
 

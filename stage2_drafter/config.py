@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_train.errors import InputError
-from dflash_train.machine.launch import remote_stores_folder
+from dflash_train.machine.disks import remote_stores_folder
 from dflash_train.store.location import CACHE_BYTES, StoreLocation, StoreUrl, located, parse_store
 
 SCHEDULES = ("cosine", "wsd", "constant")

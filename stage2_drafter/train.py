@@ -15,18 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from dflash_train.errors import InputError
-from dflash_train.machine.launch import (
-    Device,
-    Process,
-    ProcessGroup,
-    TorchrunPlace,
-    parse_devices,
-    start_processes,
-    stop_signals,
-    torchrun_place,
-    with_compile_cache,
-)
+from dflash_train.machine.devices import Device, parse_devices, with_compile_cache
+from dflash_train.machine.launch import Process, ProcessGroup, start_processes, stop_signals
 from dflash_train.machine.rendezvous import rendezvous_file
+from dflash_train.machine.torchrun import TorchrunPlace, torchrun_place
 from dflash_train.stage2_drafter.checkpoint import Checkpoint, newest_checkpoint
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.events import Progress

@@ -2,9 +2,7 @@
 
 A step is R rows, one forward and backward each. What the ranks must agree on (the loss's denominator Σ w, the stop
 signal, rows that are not finite) travels in one all-reduce after the last row, so they also skip, stop and save at the
-same step. Embedding and head are the target's: plain tensors beside the module, never parameters, never saved.
-
-Symbols: S tokens of a row, F features per token, A anchors, K block size, N counted slots, H hidden size, V vocabulary.
+same step. How a row becomes a loss is row_forward.py's.
 """
 
 import contextlib
@@ -19,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from dflash_train.errors import InputError
 from dflash_train.stage2_drafter.broadcast import broadcast_json
@@ -32,13 +29,9 @@ from dflash_train.stage2_drafter.checkpoint import (
     read_groups,
     save_checkpoint,
 )
-from dflash_train.stage2_drafter.compiled import CompiledDrafter
-from dflash_train.stage2_drafter.drafter import Drafter
 from dflash_train.stage2_drafter.events import Progress, StepDone
 from dflash_train.stage2_drafter.follow import remove_consumed
-from dflash_train.stage2_drafter.fp8 import Fp8Head
 from dflash_train.stage2_drafter.initial_weights import initial_weights
-from dflash_train.stage2_drafter.loss import block_weights, dpace_weights, frozen_head_cross_entropy, weighted_loss
 from dflash_train.stage2_drafter.measurement import Measurement
 from dflash_train.stage2_drafter.metrics import MetricsLog, StepNumbers, StepSums, format_evaluation, format_step
 from dflash_train.stage2_drafter.optimizer import (
@@ -52,6 +45,7 @@ from dflash_train.stage2_drafter.optimizer import (
 )
 from dflash_train.stage2_drafter.preparation import PreparedRun
 from dflash_train.stage2_drafter.round_planner import RoundPlanner
+from dflash_train.stage2_drafter.row_forward import RowForward
 from dflash_train.stage2_drafter.row_loader import Row, RowBuffer, RowBuilder, RowLoader
 from dflash_train.stage2_drafter.rows import GrowingSchedule, RowKey
 from dflash_train.stage2_drafter.run_folder import Round, append_rounds
@@ -74,7 +68,8 @@ class Rank:
 class Trainer:
     """One rank. report gets one plain line at a time, on rank 0 alone; stop_requested is asked once a step.
 
-    progress gets every step, and measurement is asked at every evaluation, on rank 0 alone.
+    progress gets every step, and measurement is asked at every evaluation, on rank 0 alone. forward is how a row becomes a
+    loss, where it is not the run's own.
     """
 
     def __init__(
@@ -85,6 +80,7 @@ class Trainer:
         stop_requested: Callable[[], bool],
         progress: Progress = lambda event: None,
         measurement: Measurement | None = None,
+        forward: RowForward | None = None,
     ) -> None:
         self.run, self.config, self.rank = run, run.config, rank
         self.report = report if rank.rank == 0 else lambda line: None
@@ -92,27 +88,10 @@ class Trainer:
         self.versions = package_versions() if rank.rank == 0 else {}  # as they are now, not at the first checkpoint
         self.progress = progress
         self.measurement = measurement if rank.rank == 0 else None
-        self.drafter = Drafter(run.drafter_config, seed=self.config.seed, num_features=run.reader.encoding.num_features)
-        self.compiled = CompiledDrafter(
-            self.drafter,
-            device=rank.device,
-            row_tokens=self.config.row_tokens,
-            num_anchors=self.config.anchors,
-            precision=self.config.precision,
-            activation_checkpointing=self.config.activation_checkpointing,
-        )
-        self.named = list(self.drafter.named_parameters())
+        self.forward = RowForward(run, rank.device, rank.world) if forward is None else forward
+        self.named = list(self.forward.drafter.named_parameters())
         self.parameters = [parameter for _, parameter in self.named]
         self.optimizer = make_optimizer(self.named, self.config)
-        dtype = self.compiled.compute_dtype
-        self.embed_tokens = run.reader.frozen_embed_tokens().to(rank.device, dtype)
-        tied = run.reader.manifest.tied_embeddings
-        lm_head = self.embed_tokens if tied else run.reader.frozen_lm_head().to(rank.device, dtype)
-        self.lm_head = Fp8Head.quantise(lm_head) if self.config.precision == "fp8" else lm_head
-        self.calibration = run.reader.calibration.for_decoding().to(rank.device)
-        self.model: torch.nn.Module = self.compiled
-        if rank.world > 1:
-            self.model = _distribute(self.compiled, rank)
         self.builder = RowBuilder(
             reader=run.reader,
             row_tokens=self.config.row_tokens,
@@ -122,8 +101,6 @@ class Trainer:
             seed=self.config.seed,
             sources=(run.schedule, run.holdout),
         )
-        on_cuda = rank.device.type == "cuda"
-        self._copies = torch.cuda.Stream(rank.device) if on_cuda else None  # type: ignore[no-untyped-call]
         self._evaluation_buffers: list[RowBuffer] = []
         self._bad_steps = 0
         self._planner = None if run.following is None or rank.rank else RoundPlanner(run.following, self.report)
@@ -308,14 +285,14 @@ class Trainer:
         rank, config = self.rank, self.config
         began, waited = time.perf_counter(), loader.wait_seconds
         turns = -(-config.rows_per_step // rank.world)
-        sums = StepSums(self.compiled.block_size, turns * rank.world, rank.device)
+        sums = StepSums(self.run.drafter_config.block_size, turns * rank.world, rank.device)
         for turn in range(turns):
             row = next(rows)
             last = turn == turns - 1
             if len(row.slots) or last:  # the last one reduces the gradients, and so always runs, on every rank
                 synchronised = last or rank.world == 1
-                with contextlib.nullcontext() if synchronised else self.model.no_sync():  # type: ignore[operator]
-                    torch.autograd.backward(self._row_loss(self.model, row, turn * rank.world + rank.rank, sums))
+                with contextlib.nullcontext() if synchronised else self.forward.model.no_sync():  # type: ignore[operator]
+                    torch.autograd.backward(self.forward.loss(row, turn * rank.world + rank.rank, sums))
             sums.add("tokens", row.num_tokens)
             loader.release(row.buffer)
         norm = gradient_norm(self.parameters)
@@ -348,71 +325,19 @@ class Trainer:
         }
         return values, numbers.stop > 0
 
-    def _row_loss(self, model: torch.nn.Module, row: Row, place: int, sums: StepSums) -> Tensor:
-        """Forward of one row: Σ w·CE over its counted slots, a scalar with a graph even where there is no slot."""
-        device, config, drafter_config = self.rank.device, self.config, self.run.drafter_config
-        with self._uploading() as upload:
-            stored = upload(row.buffer.features)
-            scales = None if row.buffer.scales is None else upload(row.buffer.scales)
-            arrays = (row.positions, row.blocks.noise_ids, row.blocks.noise_positions, row.blocks.start)
-            positions, noise_ids, noise_positions, start = (upload(torch.from_numpy(array)) for array in arrays)
-            anchor, label_mask = (upload(torch.from_numpy(a)) for a in (row.blocks.anchor, row.blocks.label_mask))
-            slots, labels = upload(torch.from_numpy(row.slots)), upload(torch.from_numpy(row.labels))
-        features = self.run.reader.encoding.decode(stored, scales, self.calibration, self.compiled.compute_dtype)
-        noise = self.embed_tokens[noise_ids.reshape(-1)] * drafter_config.input_embedding_scale
-        hidden = model(features, positions, noise, noise_positions, start, anchor)
-        loss = frozen_head_cross_entropy(
-            hidden.detach().index_select(0, slots),
-            self.lm_head,
-            labels,
-            multiplier=drafter_config.output_multiplier,
-            softcap=drafter_config.final_logit_softcapping,
-            with_gradient=torch.is_grad_enabled(),
-        )
-        if config.loss == "dpace":
-            ce = torch.zeros(label_mask.shape, dtype=torch.float32, device=device)
-            ce.view(-1)[slots] = loss.ce
-            weights = dpace_weights(ce, label_mask, config.dpace_alpha)
-        else:
-            weights = block_weights(label_mask, config.gamma_for(drafter_config.block_size))
-        row_weights = weights.reshape(-1)[slots]
-        sums.add_row(place, loss.ce, loss.correct, row_weights, slots, label_mask)
-        return weighted_loss(hidden, loss.dhidden, loss.ce, row_weights, slots)
-
-    @contextlib.contextmanager
-    def _uploading(self) -> Iterator[Callable[[Tensor], Tensor]]:
-        """Copies to the device on a stream of their own, so that they run under the previous row's kernels.
-
-        The host waits for the copies alone; then the row's buffer may be filled again.
-        """
-        if self._copies is None:
-            yield lambda tensor: tensor
-            return
-        used, copied = torch.cuda.current_stream(self.rank.device), []
-
-        def upload(tensor: Tensor) -> Tensor:
-            copied.append(tensor.to(self.rank.device, non_blocking=True))
-            return copied[-1]
-
-        with torch.cuda.stream(self._copies):
-            yield upload
-        self._copies.synchronize()
-        for tensor in copied:
-            tensor.record_stream(used)
-
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any] | None:
         """The held-out rows, the same ones with the same anchors each time; None where nothing is held out."""
         if not self.run.holdout.rows:
             return None
         keys = self.run.holdout.rank_keys(self.rank.rank, self.rank.world)
-        sums = StepSums(self.compiled.block_size, len(keys) * self.rank.world, self.rank.device)
+        sums = StepSums(self.run.drafter_config.block_size, len(keys) * self.rank.world, self.rank.device)
         if not self._evaluation_buffers:
             self._evaluation_buffers = [self._buffer(), self._buffer()]
         with RowLoader(self.builder, keys, self._evaluation_buffers) as loader:
             for turn, row in enumerate(loader):
                 if len(row.slots):
-                    self._row_loss(self.compiled, row, turn * self.rank.world + self.rank.rank, sums)
+                    self.forward.loss(row, turn * self.rank.world + self.rank.rank, sums)
                 loader.release(row.buffer)
         return {**sums.reduced(self.rank.world).quality(), "rows": len(self.run.holdout.rows)}
 
@@ -463,20 +388,16 @@ class Trainer:
             yield from schedule.step_keys(step, rows_per_step, self.rank.rank, self.rank.world)
 
     def _buffer(self) -> RowBuffer:
-        return RowBuffer.allocate(self.run.reader, self.config.row_tokens, pinned=self._copies is not None)
+        return RowBuffer.allocate(self.run.reader, self.config.row_tokens, pinned=self.rank.device.type == "cuda")
 
     def _warm_up(self) -> None:
-        """One whole step on a real row, and one evaluation, so that everything is compiled before anything is counted."""
+        """Compile everything, on a real row, before anything is counted."""
         following = self.run.following
         first = 0 if following is None else self.step * self.config.rows_per_step  # earlier rows may be gone
         row = self.builder.build(self.run.schedule.key(first), self._buffer())
         evaluates = bool(self.run.holdout.rows) or (following is not None and self.config.holdout > 0)
-        sums = StepSums(self.compiled.block_size, 1, self.rank.device)
-        self.compiled.warm_up(
-            step=lambda: torch.autograd.backward(self._row_loss(self.model, row, 0, sums)),
-            evaluate=(lambda: self._row_loss(self.compiled, row, 0, sums)) if evaluates else None,
-        )
-        self.report(self.compiled.summary())
+        self.forward.warm_up(row, evaluates)
+        self.report(self.forward.compiled.summary())
 
     def _count_bad_step(self, finite: bool, numbers: StepNumbers) -> None:
         """Count steps in a row that were skipped as not finite; raise InputError with the samples' ids at the limit."""
@@ -497,22 +418,3 @@ class Trainer:
             f"the last of them step {self.step + 1}, with samples {', '.join(ids[:_NAMED_SAMPLES])}{more}. Look at them "
             "with `dflash inspect-store --sample`, or lower --lr; the run goes on from its last checkpoint."
         )
-
-
-def _distribute(compiled: CompiledDrafter, rank: Rank) -> torch.nn.parallel.DistributedDataParallel:
-    """Data parallelism with bf16 reduction on CUDA; gradients live in the buckets, which saves 4 bytes a parameter.
-
-    The module has no buffers, so none are broadcast (asserted: the keyword that forbids it changed its name in 2.13).
-    """
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-
-    assert not list(compiled.buffers())
-    torch._dynamo.config.optimize_ddp = False  # per thread since torch 2.12, and this is the thread that compiles
-    model = torch.nn.parallel.DistributedDataParallel(
-        compiled,
-        device_ids=[rank.device.index or 0] if rank.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-    )
-    if rank.device.type == "cuda":
-        model.register_comm_hook(None, bf16_compress_hook)
-    return model

@@ -55,7 +55,7 @@ def test_option_defaults_are_those_of_the_config(command: str) -> None:
     from dflash_train.stage1_target.import_config import ImportConfig
     from dflash_train.stage1_target.regenerate import RegenerateConfig
     from dflash_train.stage1_target.samples import DataConfig
-    from dflash_train.stage1_target.target import TargetConfig
+    from dflash_train.stage1_target.target_config import TargetConfig
     from dflash_train.stage2_drafter.config import TrainConfig
 
     classes = {

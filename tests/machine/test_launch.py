@@ -8,17 +8,8 @@ from typing import Any
 
 import pytest
 
-from dflash_train.errors import InputError
-from dflash_train.machine import launch
-from dflash_train.machine.launch import (
-    TorchrunPlace,
-    group_devices,
-    last_lines,
-    parse_devices,
-    rank_devices,
-    start_processes,
-    torchrun_place,
-)
+from dflash_train.machine.devices import parse_devices
+from dflash_train.machine.launch import ProcessGroup, last_lines, start_processes
 
 WORKER = """
 import os, sys, time
@@ -44,7 +35,8 @@ def sleep(connection):
     time.sleep(60)
 
 def start_another(connection, log_folder):
-    from dflash_train.machine.launch import parse_devices, start_processes
+    from dflash_train.machine.devices import parse_devices
+    from dflash_train.machine.launch import start_processes
     group = start_processes("launch_test_worker.sleep", [{}], parse_devices("cpu"), log_folder)
     group.wait(30)
     connection.send(group.processes[0].pid)
@@ -60,7 +52,7 @@ def worker_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "launch_test_worker"
 
 
-def wait_for(group: launch.ProcessGroup, count: int) -> list[tuple[int, Any]]:
+def wait_for(group: ProcessGroup, count: int) -> list[tuple[int, Any]]:
     events: list[tuple[int, Any]] = []
     deadline = time.monotonic() + 30
     while len(events) < count and time.monotonic() < deadline:
@@ -152,107 +144,6 @@ def test_last_lines_of_a_long_or_missing_log(tmp_path: Path) -> None:
     assert last_lines(tmp_path / "none.log") == []
     (tmp_path / "long.log").write_bytes(b"x" * 100_000 + b"\n\nline \xff one\n  \nline two\n\n")
     assert last_lines(tmp_path / "long.log", 2) == ["line \ufffd one", "line two"]
-
-
-GPUS = ["GPU-aaaa1", "GPU-bbbb2", "GPU-cccc3", "GPU-dddd4"]
-
-
-@pytest.fixture
-def four_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(launch, "_gpu_uuids", lambda: list(GPUS))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return monkeypatch
-
-
-def visible(text: str | None) -> list[str]:
-    return [device.environment["CUDA_VISIBLE_DEVICES"] for device in parse_devices(text)]
-
-
-def test_gpu_numbers_become_one_uuid_a_process(four_gpus: pytest.MonkeyPatch) -> None:
-    assert visible("0-2") == GPUS[:3]
-    assert visible("3, 1") == [GPUS[3], GPUS[1]]
-    assert visible("0,2-3") == [GPUS[0], *GPUS[2:]]
-    assert visible(None) == GPUS
-    device = parse_devices("1")[0]
-    assert (device.label, device.torch_device) == ("GPU 1", "cuda:0")
-
-
-def test_numbers_are_positions_in_cuda_visible_devices(four_gpus: pytest.MonkeyPatch) -> None:
-    four_gpus.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-aa")
-    assert visible("0-1") == [GPUS[2], GPUS[0]] == visible(None)
-    with pytest.raises(InputError, match="--gpus names GPU 2 but CUDA_VISIBLE_DEVICES has 0-1"):
-        parse_devices("0-2")
-    four_gpus.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert parse_devices(None)[0].torch_device == "cpu"
-
-
-@pytest.mark.parametrize(
-    ("text", "match"),
-    [
-        ("2-5", "--gpus names GPU 4, 5 but this machine has 0-3; choose from these"),
-        ("3-1", "--gpus is '3-1'; write GPU numbers like"),
-        ("1,,2", "write GPU numbers like"),
-        ("gpu", "write GPU numbers like"),
-        ("1,0-2", "names a GPU twice"),
-        ("cpu:0", "asks for no worker at all"),
-    ],
-)
-def test_wrong_devices_are_refused(four_gpus: pytest.MonkeyPatch, text: str, match: str) -> None:
-    with pytest.raises(InputError, match=match):
-        parse_devices(text)
-
-
-def test_without_a_gpu_numbers_are_refused_and_the_default_is_one_cpu_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_gpu_uuids", list)
-    assert [device.label for device in parse_devices(None)] == ["CPU worker 0"]
-    assert [device.label for device in parse_devices("cpu:3")] == [f"CPU worker {i}" for i in range(3)]
-    with pytest.raises(InputError, match="shows no NVIDIA GPU; use --gpus cpu"):
-        parse_devices("0-3")
-
-
-def test_gpus_are_grouped_with_their_neighbours(four_gpus: pytest.MonkeyPatch) -> None:
-    devices = group_devices(parse_devices("0-3"), 2)
-    assert [(device.label, device.torch_device) for device in devices] == [
-        ("GPUs 0+1", "cuda:0"),
-        ("GPUs 2+3", "cuda:0"),
-    ]
-    assert [device.environment["CUDA_VISIBLE_DEVICES"] for device in devices] == [
-        ",".join(GPUS[:2]),
-        ",".join(GPUS[2:]),
-    ]
-    assert group_devices(parse_devices("1,3"), 1) == parse_devices("1,3")
-    with pytest.raises(InputError, match="--gpus-per-target 2 does not divide the 3 GPUs to be used; name a multiple"):
-        group_devices(parse_devices("0-2"), 2)
-    with pytest.raises(InputError, match="--gpus-per-target 2 needs GPUs, but the target is to run on the CPU"):
-        group_devices(parse_devices("cpu:2"), 2)
-
-
-def test_a_rank_takes_the_gpus_of_its_local_rank(four_gpus: pytest.MonkeyPatch) -> None:
-    def labels(local_rank: int, text: str | None, size: int) -> list[str]:
-        return [device.label for device in rank_devices(TorchrunPlace(6, 8, local_rank, 2, 3), text, size)]
-
-    assert labels(1, None, 1) == labels(1, "0", 1) == ["GPU 1"]
-    assert labels(1, None, 2) == ["GPU 2", "GPU 3"]
-    assert labels(1, "cpu", 1) == ["CPU worker 1"]
-    with pytest.raises(InputError, match="2 processes here, which need 6 GPUs, but this machine shows 4; start fewer"):
-        labels(1, None, 3)
-    four_gpus.setattr(launch, "_gpu_uuids", list)
-    assert labels(1, None, 1) == ["CPU worker 1"]
-
-
-def test_torchrun_tells_the_place_and_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
-    for name, value in values.items():
-        monkeypatch.setenv(name, value)
-    assert torchrun_place() == TorchrunPlace(5, 8, 1, 4, 1)
-
-
-def test_cache_folder_respects_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert launch.user_cache_folder() == tmp_path / "dflash-train"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/somebody")
-    assert launch.user_cache_folder() == Path("/home/somebody/.cache/dflash-train")
 
 
 def test_launch_imports_neither_torch_nor_transformers() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_train.stage1_target.target import Target, TargetConfig, make_target
+from dflash_train.stage1_target.target import Target, make_target
+from dflash_train.stage1_target.target_config import TargetConfig
 from dflash_train.stage2_drafter.drafter import Drafter, DrafterConfig
 
 VOCAB_SIZE = 11  # small, so that a random drafter is sometimes right

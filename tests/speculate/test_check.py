@@ -17,7 +17,8 @@ from dflash_train.speculate import parity
 from dflash_train.speculate.check import CheckConfig, check_drafter
 from dflash_train.speculate.drafter_folder import read_drafter_folder
 from dflash_train.speculate.tensor_checks import wanted_shapes
-from dflash_train.stage1_target.target import TargetConfig, load_target
+from dflash_train.stage1_target.target import load_target
+from dflash_train.stage1_target.target_config import TargetConfig
 from dflash_train.stage2_drafter.drafter import Drafter, DrafterConfig
 
 Break = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]

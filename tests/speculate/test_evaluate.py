@@ -20,7 +20,8 @@ from dflash_train.speculate.evaluate import EvaluateConfig, evaluate
 from dflash_train.speculate.evaluation_tables import format_evaluation
 from dflash_train.speculate.events import Decoded
 from dflash_train.speculate.loading import load_drafter
-from dflash_train.stage1_target.target import TargetConfig, load_target, stop_token_ids
+from dflash_train.stage1_target.target import load_target, stop_token_ids
+from dflash_train.stage1_target.target_config import TargetConfig
 from dflash_train.stage2_drafter.drafter import Drafter, DrafterConfig
 
 
@@ -149,7 +150,7 @@ def test_a_replay_has_the_rounds_of_decoding_and_no_speeds(config: EvaluateConfi
 
 
 def test_several_processes_share_the_batches_of_a_replay(config: EvaluateConfig, tmp_path: Path) -> None:
-    from dflash_train.machine.launch import parse_devices
+    from dflash_train.machine.devices import parse_devices
 
     config = replace(config, replay=True)
     result = evaluate(config, None, parse_devices("cpu:2"))
@@ -351,7 +352,8 @@ def test_several_processes_give_the_numbers_of_one_even_if_one_dies(
     config: EvaluateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two workers, of which the first to give a result is killed; what it had begun goes to the other."""
-    from dflash_train.machine.launch import ProcessGroup, parse_devices
+    from dflash_train.machine.devices import parse_devices
+    from dflash_train.machine.launch import ProcessGroup
 
     prompts = write_prompts(tmp_path, *(["What is", "and", "why"][:n] for n in (1, 3, 2)), ["Count."])
     config = replace(config, prompts=(prompts,), temperature=0.8, max_turns=3, max_new_tokens=8)
@@ -385,7 +387,7 @@ def test_a_signal_leaves_the_result_of_the_finished_prompts(
     import os
     import signal
 
-    from dflash_train.machine.launch import parse_devices
+    from dflash_train.machine.devices import parse_devices
 
     def stop(event: Decoded | str) -> None:
         if isinstance(event, Decoded) and event.num_prompts == 2:

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from dflash_train.errors import InputError
 from dflash_train.speculate.export import export_drafter
-from dflash_train.stage1_target.target import TargetConfig, load_target
+from dflash_train.stage1_target.target import load_target
+from dflash_train.stage1_target.target_config import TargetConfig
 from dflash_train.stage2_drafter.drafter import Drafter, DrafterConfig, load_drafter
 
 SLIDING = {"layer_types": ("sliding_attention",) * 2, "sliding_window": 6}

@@ -23,7 +23,8 @@ from dflash_train.speculate.replay import (
     walk,
 )
 from dflash_train.stage1_target.generator import generate_tokens
-from dflash_train.stage1_target.target import Target, TargetConfig, make_target, stop_token_ids
+from dflash_train.stage1_target.target import Target, make_target, stop_token_ids
+from dflash_train.stage1_target.target_config import TargetConfig
 from dflash_train.stage2_drafter.blocks import dense_block_mask
 from dflash_train.stage2_drafter.drafter import Drafter
 

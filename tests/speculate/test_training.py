@@ -16,7 +16,8 @@ from dflash_train.speculate.evaluate import EvaluateConfig, evaluate
 from dflash_train.speculate.training import RealAcceptance
 from dflash_train.stage1_target.conversations import first_turn_group
 from dflash_train.stage1_target.identity import build_manifest, frozen_target
-from dflash_train.stage1_target.target import TargetConfig, load_target
+from dflash_train.stage1_target.target import load_target
+from dflash_train.stage1_target.target_config import TargetConfig
 from dflash_train.stage2_drafter.checkpoint import best_checkpoint, export_tensors, list_checkpoints, read_groups
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.preparation import PreparedRun, prepare_run

@@ -7,7 +7,8 @@ import torch
 
 from dflash_train.errors import InputError
 from dflash_train.stage1_target.calibration import ChannelMedians, calibrate, channel_scale, draw_samples
-from dflash_train.stage1_target.target import Target, TargetConfig, load_target
+from dflash_train.stage1_target.target import Target, load_target
+from dflash_train.stage1_target.target_config import TargetConfig
 
 torch.set_num_threads(1)
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dflash_train.stage1_target.compiled_target import compile_layers
-from dflash_train.stage1_target.target import Target, TargetConfig, load_target
+from dflash_train.stage1_target.target import Target, load_target
+from dflash_train.stage1_target.target_config import TargetConfig
 
 torch.set_num_threads(1)
 

@@ -29,7 +29,8 @@ from dflash_train.stage1_target.host_buffers import HostBuffers
 from dflash_train.stage1_target.overlap import Overlap
 from dflash_train.stage1_target.recompute import recompute_samples
 from dflash_train.stage1_target.samples import DataConfig, SampleTable
-from dflash_train.stage1_target.target import Target, TargetConfig, load_model_config, load_target, load_tokenizer
+from dflash_train.stage1_target.target import Target, load_target
+from dflash_train.stage1_target.target_config import TargetConfig, load_model_config, load_tokenizer
 from dflash_train.stage1_target.writer import StoreWriter
 from dflash_train.store.encoding import make_encoding
 from dflash_train.store.files import Files

@@ -22,7 +22,8 @@ from dflash_train.stage1_target.forward import Forwarder
 from dflash_train.stage1_target.import_config import ImportConfig, ImportResult
 from dflash_train.stage1_target.importing import import_store
 from dflash_train.stage1_target.samples import DataConfig
-from dflash_train.stage1_target.target import Target, TargetConfig, load_target
+from dflash_train.stage1_target.target import Target, load_target
+from dflash_train.stage1_target.target_config import TargetConfig
 from dflash_train.stage1_target.writer import StoreWriter
 from dflash_train.store.consumed import remove_segments
 from dflash_train.store.encoding import make_encoding

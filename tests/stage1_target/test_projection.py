@@ -20,7 +20,8 @@ from dflash_train.stage1_target.projection import (
     subspace_iteration,
     whole_decomposition,
 )
-from dflash_train.stage1_target.target import Target, TargetConfig, load_target
+from dflash_train.stage1_target.target import Target, load_target
+from dflash_train.stage1_target.target_config import TargetConfig
 from dflash_train.store.encoding import make_encoding
 
 torch.set_num_threads(1)

@@ -11,7 +11,8 @@ import torch
 from dflash_train.errors import InputError
 from dflash_train.stage1_target.identity import build_manifest, known_without_weights, weights_fingerprint
 from dflash_train.stage1_target.quantization import PACKAGES, check_quantization, quantization_name
-from dflash_train.stage1_target.target import Target, TargetConfig, load_model_config, load_target, make_target
+from dflash_train.stage1_target.target import Target, load_target, make_target
+from dflash_train.stage1_target.target_config import TargetConfig, load_model_config
 from dflash_train.store.encoding import make_encoding
 
 torch.set_num_threads(1)

@@ -18,14 +18,14 @@ from click.testing import CliRunner
 
 from dflash_train.cli import main
 from dflash_train.errors import InputError
-from dflash_train.machine.launch import TorchrunPlace
+from dflash_train.machine.torchrun import TorchrunPlace
 from dflash_train.stage1_target import ranks as ranks_module
 from dflash_train.stage1_target.events import Progress, WorkerProgress
 from dflash_train.stage1_target.extract import ExtractConfig
 from dflash_train.stage1_target.preparation import Prepared, prepare
 from dflash_train.stage1_target.ranks import RankEnd, Ranks
 from dflash_train.stage1_target.samples import DataConfig
-from dflash_train.stage1_target.target import TargetConfig
+from dflash_train.stage1_target.target_config import TargetConfig
 from dflash_train.store.reader import StoreReader
 from dflash_train.store.verify import verify_store
 

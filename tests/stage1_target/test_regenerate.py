@@ -39,7 +39,8 @@ from dflash_train.stage1_target.generator import (
 from dflash_train.stage1_target.regenerate import RegenerateConfig, make_settings, regenerate
 from dflash_train.stage1_target.samples import DataConfig, prepare_samples
 from dflash_train.stage1_target.sources import open_source
-from dflash_train.stage1_target.target import TargetConfig, load_target
+from dflash_train.stage1_target.target import load_target
+from dflash_train.stage1_target.target_config import TargetConfig
 from dflash_train.stage1_target.tokenization import ChatRenderer
 
 torch.set_num_threads(1)

@@ -15,7 +15,7 @@ from dflash_train.stage1_target.extract import ExtractConfig, extract
 from dflash_train.stage1_target.room import Room
 from dflash_train.stage1_target.samples import DataConfig
 from dflash_train.stage1_target.schedule import Batch
-from dflash_train.stage1_target.target import TargetConfig
+from dflash_train.stage1_target.target_config import TargetConfig
 from dflash_train.store.arrays import group_text
 from dflash_train.store.consumed import COPY_SOURCE, read_consumed, remove_segments
 from dflash_train.store.manifest import StoreError

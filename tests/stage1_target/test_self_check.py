@@ -15,7 +15,8 @@ from dflash_train.stage1_target.extract import ExtractConfig, extract
 from dflash_train.stage1_target.forward import pad_right
 from dflash_train.stage1_target.samples import DataConfig
 from dflash_train.stage1_target.self_check import SelfCheck, has_experts, limits, self_check
-from dflash_train.stage1_target.target import Target, TargetConfig, load_target
+from dflash_train.stage1_target.target import Target, load_target
+from dflash_train.stage1_target.target_config import TargetConfig
 
 torch.set_num_threads(1)
 SCALE = torch.linspace(0.5, 2.0, 2 * 32)

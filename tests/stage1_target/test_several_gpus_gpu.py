@@ -14,7 +14,8 @@ from dflash_train.stage1_target.forward import pad_right
 from dflash_train.stage1_target.identity import frozen_target, weights_fingerprint
 from dflash_train.stage1_target.samples import DataConfig
 from dflash_train.stage1_target.self_check import self_check
-from dflash_train.stage1_target.target import TargetConfig, load_target
+from dflash_train.stage1_target.target import load_target
+from dflash_train.stage1_target.target_config import TargetConfig
 from dflash_train.store.reader import StoreReader
 from dflash_train.store.verify import verify_store
 

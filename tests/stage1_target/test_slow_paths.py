@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dflash_train.errors import InputError
-from dflash_train.machine.launch import Device
+from dflash_train.machine.devices import Device
 from dflash_train.stage1_target import messages, preparation, slow_paths
 from dflash_train.stage1_target.extract import ExtractConfig
 from dflash_train.stage1_target.samples import DataConfig
@@ -23,7 +23,8 @@ from dflash_train.stage1_target.slow_paths import (
     slow_tokenizer,
 )
 from dflash_train.stage1_target.supervisor import Supervisor
-from dflash_train.stage1_target.target import TargetConfig, load_target
+from dflash_train.stage1_target.target import load_target
+from dflash_train.stage1_target.target_config import TargetConfig
 from dflash_train.stage1_target.target_files import TargetFiles
 
 HYBRID = TargetFiles(

@@ -114,9 +114,9 @@ def options_of(config: TrainConfig, *more: str) -> Any:
 
 def loss_and_gradients(trainer: Trainer, key: RowKey) -> tuple[Tensor, dict[str, Tensor]]:
     """Σ w·CE over Σ w of one row, and the gradients of Σ w·CE."""
-    sums = StepSums(trainer.compiled.block_size, 1, torch.device("cpu"))
+    sums = StepSums(trainer.forward.compiled.block_size, 1, torch.device("cpu"))
     row = trainer.builder.build(key, trainer._buffer())
-    loss = trainer._row_loss(trainer.model, row, 0, sums)
+    loss = trainer.forward.loss(row, 0, sums)
     torch.autograd.backward(loss)
     gradients = {name: parameter.grad.clone() for name, parameter in trainer.named if parameter.grad is not None}
     return loss.detach() / sums.reduced(1).weight, gradients
@@ -167,17 +167,17 @@ def test_as_many_anchors_as_ours_are_trained(
     trainer = PeerTrainer(run, torch.device("cpu"), options_of(config))
     row = trainer.builder.build(key, trainer._buffer())
     kept = []
-    draw = trainer.peer._sample_anchor_positions
+    draw = trainer.forward.peer._sample_anchor_positions
 
     def counted(*arguments: Any) -> Any:
         anchors, keep = draw(*arguments)
         kept.append(int(keep.sum()))
-        assert (keep.sum(1) == trainer.peer.anchors_of_each).all()
+        assert (keep.sum(1) == trainer.forward.peer.anchors_of_each).all()
         return anchors, keep
 
-    trainer.peer._sample_anchor_positions = counted
-    trainer._row_loss(trainer.model, row, 0, StepSums(config.block_size, 1, torch.device("cpu")))
-    assert kept == [int(row.blocks.valid.sum())] == [13] == [trainer.anchors_trained]
+    trainer.forward.peer._sample_anchor_positions = counted
+    trainer.forward.loss(row, 0, StepSums(config.block_size, 1, torch.device("cpu")))
+    assert kept == [int(row.blocks.valid.sum())] == [13] == [trainer.forward.anchors_trained]
 
 
 @needs_specforge
@@ -197,7 +197,7 @@ def test_the_rules_count_what_they_say(
         blocks = make_blocks(*given, *drawn, config.block_size, 63)
         row.blocks = TokenBlocks(**vars(blocks), token_ids=given[0], loss_mask=punched, document_ids=given[2])
         sums = StepSums(config.block_size, 1, torch.device("cpu"))
-        trainer._row_loss(trainer.model, row, 0, sums)
+        trainer.forward.loss(row, 0, sums)
         weights[rule] = sums.reduced(1).weight
         place = np.minimum(blocks.anchor[:, None] + np.arange(config.block_size), len(punched) - 1)
         supervised = (
@@ -241,8 +241,8 @@ def test_raw_features_are_the_targets_states(
     trainer = PeerTrainer(run, torch.device("cpu"), options_of(config))
     row = trainer.builder.build(RowKey(0, 0), trainer._buffer())
     seen: dict[str, Tensor] = {}
-    trainer.peer.register_forward_pre_hook(lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True)
-    trainer._row_loss(trainer.model, row, 0, StepSums(config.block_size, 1, torch.device("cpu")))
+    trainer.forward.peer.register_forward_pre_hook(lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True)
+    trainer.forward.loss(row, 0, StepSums(config.block_size, 1, torch.device("cpu")))
     stored = row.buffer.features.view(torch.bfloat16).float()
     batch = unpack(row.blocks, 1)  # type: ignore[arg-type]
     assert batch is not None

@@ -83,18 +83,18 @@ def test_step_equals_one_plain_loss_over_all_its_rows(
         row = twin.builder.build(run.schedule.key(number), twin._buffer())
         blocks = row.blocks
         scales = row.buffer.scales
-        features = run.reader.encoding.decode(row.buffer.features, scales, twin.calibration, torch.float32)
-        hidden = twin.compiled(
+        features = run.reader.encoding.decode(row.buffer.features, scales, twin.forward.calibration, torch.float32)
+        hidden = twin.forward.compiled(
             features,
             torch.from_numpy(row.positions),
-            twin.embed_tokens[torch.from_numpy(blocks.noise_ids).flatten()],
+            twin.forward.embed_tokens[torch.from_numpy(blocks.noise_ids).flatten()],
             torch.from_numpy(blocks.noise_positions),
             torch.from_numpy(blocks.start),
             torch.from_numpy(blocks.anchor),
         )
         labels, label_mask = torch.from_numpy(blocks.labels), torch.from_numpy(blocks.label_mask)
-        assert isinstance(twin.lm_head, torch.Tensor)
-        ce = F.cross_entropy(hidden @ twin.lm_head.T, labels.flatten(), reduction="none").view(labels.shape)
+        assert isinstance(twin.forward.lm_head, torch.Tensor)
+        ce = F.cross_entropy(hidden @ twin.forward.lm_head.T, labels.flatten(), reduction="none").view(labels.shape)
         weights = block_weights(label_mask, 2.0) if loss == "decay" else dpace_weights(ce.detach(), label_mask, 0.5)
         all_ce.append(ce)
         all_weights.append(weights)
@@ -182,7 +182,7 @@ def test_steps_that_are_not_finite_are_skipped_and_then_stop_the_run(
     config = make_train_config(make_store(), steps=9, bad_step_limit=3, holdout=0.0)
     trainer = Trainer(prepare_run(config), Rank(), lambda line: None, lambda: False)
     before = {name: parameter.detach().clone() for name, parameter in trainer.named}
-    trainer.calibration = Calibration(trainer.calibration.channel_scale * float("nan"))
+    trainer.forward.calibration = Calibration(trainer.forward.calibration.channel_scale * float("nan"))
     config.run.mkdir()
     with pytest.raises(InputError, match=r"The loss was not finite in 3 steps in a row, .* step 3, with samples 0{10}"):
         trainer.train()
@@ -204,7 +204,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_said_at_once(
         calls.append(1)  # two rows a step
         return gradient * float("inf") if len(calls) in (7, 11, 13) else gradient
 
-    trainer.drafter.norm.weight.register_hook(spoil)  # type: ignore[no-untyped-call]
+    trainer.forward.drafter.norm.weight.register_hook(spoil)  # type: ignore[no-untyped-call]
     with pytest.raises(
         InputError, match=r"The gradient was not finite in 2 steps in a row, .* samples (0{13}\w{3}, ?)+"
     ):
@@ -281,16 +281,16 @@ def test_exported_checkpoint_keeps_nothing_frozen(make_store: MakeStore, make_tr
     config = make_train_config(make_store(tied=False), steps=2)
     trainer = Trainer(prepare_run(config), Rank(), lambda line: None, lambda: False)
     config.run.mkdir()
-    assert isinstance(trainer.lm_head, torch.Tensor)
-    embed_tokens, lm_head = trainer.embed_tokens.clone(), trainer.lm_head.clone()
+    assert isinstance(trainer.forward.lm_head, torch.Tensor)
+    embed_tokens, lm_head = trainer.forward.embed_tokens.clone(), trainer.forward.lm_head.clone()
     trainer.train()
-    assert torch.equal(trainer.embed_tokens, embed_tokens) and not trainer.embed_tokens.requires_grad
-    assert torch.equal(trainer.lm_head, lm_head) and not trainer.lm_head.requires_grad
+    assert torch.equal(trainer.forward.embed_tokens, embed_tokens) and not trainer.forward.embed_tokens.requires_grad
+    assert torch.equal(trainer.forward.lm_head, lm_head) and not trainer.forward.lm_head.requires_grad
     checkpoint = newest_checkpoint(config.run)
     assert checkpoint is not None
     names = set(load_file(checkpoint.path / "model.safetensors"))
     assert names == {name for name, _ in trainer.named} == set(checkpoint.masters())
-    scale = trainer.calibration.channel_scale.double()
+    scale = trainer.forward.calibration.channel_scale.double()
     exact = (checkpoint.masters()["fc.weight"].double() / scale).float().bfloat16()
     assert torch.equal(load_file(checkpoint.path / "model.safetensors")["fc.weight"], exact)
 
