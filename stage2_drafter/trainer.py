@@ -218,7 +218,7 @@ class Trainer:
                     self._evaluate_and_log(log)
                 self.save()
             self._consume()  # also what a run that was killed after its last checkpoint left
-        closing_line = self.compiled.closing_line(self.step - first)
+        closing_line = self.forward.compiled.closing_line(self.step - first)
         if closing_line is not None:
             self.report(closing_line)
         may_go_on = following is not None and config.steps is None and not following.schedule.closed
@@ -321,7 +321,7 @@ class Trainer:
             "tokens": int(numbers.tokens),
             "tokens_per_second": numbers.tokens / seconds,
             "wait_share": numbers.wait_seconds / (rank.world * seconds),
-            "recompilations": self.compiled.recompilations(),
+            "recompilations": self.forward.compiled.recompilations(),
         }
         return values, numbers.stop > 0
 
