@@ -156,8 +156,11 @@ def make_store(tmp_path: Path) -> Callable[..., Path]:
         tied: bool = True,
         head_dim: int = 8,
         order: Sequence[int] | None = None,
+        scales: tuple[float, float, float | None] = (1.0, 1.0, None),
     ) -> Path:
+        """`scales`: the target's embedding_scale, logit_scale, logit_softcap."""
         path = tmp_path / name
+        embedding_scale, logit_scale, logit_softcap = scales
         vocab_size, hidden_size, layer_ids = 64, 16, (1, 3)
         rank = 13 if is_projected(encoding_name) else None
         encoding = make_encoding(encoding_name, len(layer_ids), hidden_size, rank)
@@ -189,9 +192,9 @@ def make_store(tmp_path: Path) -> Callable[..., Path]:
             hidden_size=hidden_size,
             vocab_size=vocab_size,
             tied_embeddings=tied,
-            embedding_scale=1.0,
-            logit_scale=1.0,
-            logit_softcap=None,
+            embedding_scale=embedding_scale,
+            logit_scale=logit_scale,
+            logit_softcap=logit_softcap,
             encoding=encoding_name,
             rank=rank,
             calibration_hash=calibration.hash,
@@ -206,14 +209,14 @@ def make_store(tmp_path: Path) -> Callable[..., Path]:
             loss_mask = np.zeros(length, dtype=np.uint8)
             loss_mask[min(3, length - 1) :] = index not in unsupervised
             states = torch.from_numpy(table[token_ids] @ mixing * channel_scale)
-            features, scales = encoding.encode(states, calibration)
+            features, feature_scales = encoding.encode(states, calibration)
             writer.append(
                 1000 + index,
                 hash_id(f"group {index // 2}".encode()),
                 token_ids,
                 loss_mask,
                 features.numpy().view(encoding.storage_dtype),
-                None if scales is None else scales.numpy(),
+                None if feature_scales is None else feature_scales.numpy(),
             )
             if writer.num_samples == segment_samples:
                 writer.commit()
