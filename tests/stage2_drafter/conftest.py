@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -251,3 +257,65 @@ def make_train_config(tmp_path: Path) -> Callable[..., TrainConfig]:
         return TrainConfig(store=store, run=tmp_path / run, **(values | options))
 
     return make
+
+
+RANKS_BEGIN = """
+import json, sys
+import torch
+from dflash_train.machine.launch import leave_process
+from dflash_train.stage2_drafter.config import TrainConfig
+from dflash_train.stage2_drafter.rank import run_rank
+from dflash_train.stage2_drafter.preparation import prepare_run
+from dflash_train.stage2_drafter.trainer import Rank, Trainer
+
+rank, folder, answer = int(sys.argv[1]), sys.argv[2], None
+torch.set_num_threads(1)
+
+
+def config(values):
+    return TrainConfig(**values)
+
+
+def meet(number):
+    return f"file://{folder}/rendezvous-{number}"
+"""
+RANKS_END = """
+print(json.dumps(answer))
+leave_process(0)
+"""
+
+
+@pytest.fixture
+def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
+    """Run a script as two ranks, so that a test can ask each of them what no log says: what they left in `answer`.
+
+    The script finds `rank`, `given` (the JSON of the arguments), config(values) and meet(number), which names a
+    rendezvous.
+    """
+
+    def run(script: str, *given: Any) -> list[Any]:
+        folder = tmp_path / "rendezvous"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        text = f"{RANKS_BEGIN}\ngiven = json.loads({json.dumps(given)!r})\n{script}\n{RANKS_END}"
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", text, str(rank), str(folder)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        deadline = time.monotonic() + 120
+        while {rank.poll() for rank in ranks} in ({None}, {None, 0}) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for process in ranks:
+            process.kill()  # the one that waits for one that died
+        ended = [process.communicate() for process in ranks]
+        assert [process.returncode for process in ranks] == [0, 0], "\n".join(errors for _, errors in ended)
+        return [json.loads(out.splitlines()[-1]) for out, _ in ended]
+
+    return run

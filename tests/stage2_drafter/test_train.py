@@ -34,6 +34,7 @@ from dflash_train.store.segment import SegmentWriter
 
 MakeConfig = Callable[..., TrainConfig]
 MakeStore = Callable[..., Path]
+RunRanks = Callable[..., list[Any]]
 TIMES = ("tokens_per_second", "wait_share")
 
 
@@ -304,6 +305,50 @@ def test_stopped_run_goes_on_exactly(make_store: MakeStore, make_train_config: M
     run_here(parts)
     assert curve(parts.run) == curve(whole.run)
     assert equal(parts.run, whole.run)
+
+
+RUNS = """
+answer = []
+for number, (values, stop_after) in enumerate(given):
+    asked = []
+    def stop_requested():
+        asked.append(1)
+        return rank == 1 and len(asked) == stop_after  # one rank is told, both stop
+    answer.append(run_rank(config(values), rank, 2, "cpu", meet(number), lambda line: None, stop_requested))
+"""
+
+
+def check_equal_to_rounding(run: Path, reference: Path) -> None:
+    """Sums over the same rows in another order: the tolerances of other numbers of processes above."""
+    for found, wanted in zip(curve(run), curve(reference), strict=True):
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+        assert found["gradient_norm"] == pytest.approx(wanted["gradient_norm"], rel=1e-4)
+        assert (found["step"], found["lr"], found["slots"]) == (wanted["step"], wanted["lr"], wanted["slots"])
+    expected = masters(reference)
+    for name, tensor in masters(run).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-5)
+
+
+def test_stopped_run_goes_on_exactly_over_two_ranks_and_to_rounding_over_one(
+    make_store: MakeStore, make_train_config: MakeConfig, run_ranks: RunRanks
+) -> None:
+    """Over two it is bit for bit: gloo adds two numbers a place, and a sum of two does not depend on their order."""
+    store = make_store()
+    names = ("whole", "same", "fewer", "more")
+    whole, same, fewer, more = (make_train_config(store, run=n, steps=7, rows_per_step=4, holdout=0.0) for n in names)
+    both = {name: config.to_json() for name, config in zip(names, (whole, same, fewer, more), strict=True)}
+    assert run_ranks(RUNS, (both["whole"], None), (both["same"], 3)) == [[False, True]] * 2
+    shutil.copytree(same.run, fewer.run)
+    run_here(more, stop_after=3)
+    for config in (same, fewer, more):
+        newest = newest_checkpoint(config.run)
+        assert newest is not None and newest.step == 3
+    assert run_ranks(RUNS, (both["same"], None), (both["more"], None)) == [[False, False]] * 2  # processes of their own
+    run_here(fewer)
+    assert curve(same.run) == curve(whole.run)
+    assert equal(same.run, whole.run)
+    for config in (fewer, more):
+        check_equal_to_rounding(config.run, whole.run)
 
 
 def test_epochs_end_the_run_after_every_sample_was_seen(make_store: MakeStore, make_train_config: MakeConfig) -> None:
