@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -163,8 +164,9 @@ def make_store(tmp_path: Path) -> Callable[..., Path]:
         head_dim: int = 8,
         order: Sequence[int] | None = None,
         scales: tuple[float, float, float | None] = (1.0, 1.0, None),
+        not_finite: Sequence[int] = (),
     ) -> Path:
-        """`scales`: the target's embedding_scale, logit_scale, logit_softcap."""
+        """`scales`: the target's embedding_scale, logit_scale, logit_softcap; features of `not_finite` samples are nan."""
         path = tmp_path / name
         embedding_scale, logit_scale, logit_softcap = scales
         vocab_size, hidden_size, layer_ids = 64, 16, (1, 3)
@@ -215,6 +217,8 @@ def make_store(tmp_path: Path) -> Callable[..., Path]:
             loss_mask = np.zeros(length, dtype=np.uint8)
             loss_mask[min(3, length - 1) :] = index not in unsupervised
             states = torch.from_numpy(table[token_ids] @ mixing * channel_scale)
+            if index in not_finite:
+                states *= math.nan
             features, feature_scales = encoding.encode(states, calibration)
             writer.append(
                 1000 + index,
