@@ -1545,7 +1545,7 @@ CASES: dict[str, list[Case]] = {
         ),
         Case(
             "going on with a drafter to start from",
-            f"{RESUME} --init-from run --steps 2",
+            f"{FROM.replace('--run new', '--run run')} --init-from run --steps 2",
             1,
             "run/checkpoints/step-00000001 cannot be resumed with these options: --init-from is run, the checkpoint has None. Give the options the run began with, or another --run folder.",
         ),

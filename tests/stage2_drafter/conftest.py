@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,8 +163,12 @@ def make_store(tmp_path: Path) -> Callable[..., Path]:
         tied: bool = True,
         head_dim: int = 8,
         order: Sequence[int] | None = None,
+        scales: tuple[float, float, float | None] = (1.0, 1.0, None),
+        not_finite: Sequence[int] = (),
     ) -> Path:
+        """`scales`: the target's embedding_scale, logit_scale, logit_softcap; features of `not_finite` samples are nan."""
         path = tmp_path / name
+        embedding_scale, logit_scale, logit_softcap = scales
         vocab_size, hidden_size, layer_ids = 64, 16, (1, 3)
         rank = 13 if is_projected(encoding_name) else None
         encoding = make_encoding(encoding_name, len(layer_ids), hidden_size, rank)
@@ -189,9 +200,9 @@ def make_store(tmp_path: Path) -> Callable[..., Path]:
             hidden_size=hidden_size,
             vocab_size=vocab_size,
             tied_embeddings=tied,
-            embedding_scale=1.0,
-            logit_scale=1.0,
-            logit_softcap=None,
+            embedding_scale=embedding_scale,
+            logit_scale=logit_scale,
+            logit_softcap=logit_softcap,
             encoding=encoding_name,
             rank=rank,
             calibration_hash=calibration.hash,
@@ -206,14 +217,16 @@ def make_store(tmp_path: Path) -> Callable[..., Path]:
             loss_mask = np.zeros(length, dtype=np.uint8)
             loss_mask[min(3, length - 1) :] = index not in unsupervised
             states = torch.from_numpy(table[token_ids] @ mixing * channel_scale)
-            features, scales = encoding.encode(states, calibration)
+            if index in not_finite:
+                states *= math.nan
+            features, feature_scales = encoding.encode(states, calibration)
             writer.append(
                 1000 + index,
                 hash_id(f"group {index // 2}".encode()),
                 token_ids,
                 loss_mask,
                 features.numpy().view(encoding.storage_dtype),
-                None if scales is None else scales.numpy(),
+                None if feature_scales is None else feature_scales.numpy(),
             )
             if writer.num_samples == segment_samples:
                 writer.commit()
@@ -248,3 +261,65 @@ def make_train_config(tmp_path: Path) -> Callable[..., TrainConfig]:
         return TrainConfig(store=store, run=tmp_path / run, **(values | options))
 
     return make
+
+
+RANKS_BEGIN = """
+import json, sys
+import torch
+from dflash_train.machine.launch import leave_process
+from dflash_train.stage2_drafter.config import TrainConfig
+from dflash_train.stage2_drafter.rank import run_rank
+from dflash_train.stage2_drafter.preparation import prepare_run
+from dflash_train.stage2_drafter.trainer import Rank, Trainer
+
+rank, folder, answer = int(sys.argv[1]), sys.argv[2], None
+torch.set_num_threads(1)
+
+
+def config(values):
+    return TrainConfig(**values)
+
+
+def meet(number):
+    return f"file://{folder}/rendezvous-{number}"
+"""
+RANKS_END = """
+print(json.dumps(answer))
+leave_process(0)
+"""
+
+
+@pytest.fixture
+def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
+    """Run a script as two ranks, so that a test can ask each of them what no log says: what they left in `answer`.
+
+    The script finds `rank`, `given` (the JSON of the arguments), config(values) and meet(number), which names a
+    rendezvous.
+    """
+
+    def run(script: str, *given: Any) -> list[Any]:
+        folder = tmp_path / "rendezvous"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        text = f"{RANKS_BEGIN}\ngiven = json.loads({json.dumps(given)!r})\n{script}\n{RANKS_END}"
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", text, str(rank), str(folder)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        deadline = time.monotonic() + 120
+        while {rank.poll() for rank in ranks} in ({None}, {None, 0}) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for process in ranks:
+            process.kill()  # the one that waits for one that died
+        ended = [process.communicate() for process in ranks]
+        assert [process.returncode for process in ranks] == [0, 0], "\n".join(errors for _, errors in ended)
+        return [json.loads(out.splitlines()[-1]) for out, _ in ended]
+
+    return run

@@ -57,14 +57,14 @@ def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     real_compile = torch.compile
 
-    def turn(drafter: Any, backend: str = "inductor") -> Any:
+    def turn(drafter: Any, backend: Any = "inductor") -> Any:
         def compile_with(function: Any, **options: Any) -> Any:
             return real_compile(function, backend=backend, **options)
 
         vars(compile_with)["__signature__"] = inspect.signature(real_compile)
         drafter.uses_flex = True
         made.append(drafter)
-        if backend.startswith("aot_eager"):
+        if str(backend).startswith("aot_eager"):
             monkeypatch.setattr(compiled_module, "forbid_dense_flex", lambda: None)
             monkeypatch.setattr(flex_module, "_validate_device", lambda *tensors: None)
         monkeypatch.setattr(torch, "compile", compile_with)
@@ -251,6 +251,32 @@ def test_one_graph_serves_all_layers_of_a_kind_and_new_anchors_make_none(
         torch.compile(lambda x: x + 2, backend="aot_eager")(torch.ones(2))
 
 
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_evaluation_before_training_is_refused_before_the_warm_up_and_compiles_nothing_after_it(
+    make_compiled: Any, rows: Any, flex_on_cpu: Any, evaluates: bool
+) -> None:
+    """Under no_grad a drafter has graphs of its own: made at warm-up, or not at all."""
+    compiled = flex_on_cpu(make_compiled(num_hidden_layers=1), backend="aot_eager")
+    graphs = compiled_graphs()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="call warm_up before"):
+        compiled(*rows[0].inputs())
+    assert compiled_graphs() == graphs
+
+    def evaluate() -> Tensor:
+        hidden: Tensor = compiled(*rows[2].inputs())
+        return hidden
+
+    compiled.warm_up(lambda: compiled(*rows[0].inputs()).sum().backward(), evaluate if evaluates else None)
+    with torch.no_grad():  # the first call after the warm-up, as the evaluation at step 0 is
+        if evaluates:
+            assert not evaluate().requires_grad
+        else:
+            with pytest.raises(RuntimeError, match="ecompile"):
+                evaluate()
+    compiled(*rows[1].inputs()).sum().backward()
+    assert compiled.recompilations() == 0
+
+
 def kept_for_backward(compiled: Any, row: Any) -> tuple[int, Tensor, list[Tensor]]:
     """One step: bytes of activations that autograd keeps, parameters and inputs apart; output and gradients."""
     kept: dict[int, int] = {}
@@ -301,6 +327,48 @@ def test_drafters_of_one_process_share_no_graph(make_compiled: Any, rows: Any, f
         compiled.warm_up(lambda drafter=compiled: drafter(*rows[0].inputs()).sum().backward())
         assert compiled.recompilations() == 0
         torch.compiler.set_stance("default")
+
+
+DENSE = "flex_attention was about to run dense, .* called without being compiled.* unset TORCHDYNAMO_DISABLE"
+
+
+def warm_up(compiled: Any, row: Any) -> None:
+    compiled.warm_up(lambda: compiled(*row.inputs()).sum().backward())
+
+
+def test_drafter_is_refused_where_torch_runs_eager(make_compiled: Any, rows: Any, flex_on_cpu: Any) -> None:
+    """Before the warm-up, and in mid-run, where the graphs are there and are not used."""
+    compiled = flex_on_cpu(make_compiled(num_hidden_layers=1), backend="aot_eager")
+    with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match=DENSE):
+        warm_up(compiled, rows[0])
+    assert not compiled._warm and all(parameter.grad is None for parameter in compiled.parameters())
+    warm_up(compiled, rows[0])
+    with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match=DENSE):
+        compiled(*rows[1].inputs())
+    compiled(*rows[1].inputs()).sum().backward()
+    assert compiled.recompilations() == 0
+
+
+def test_drafter_is_refused_in_a_process_without_dynamo(
+    make_compiled: Any, rows: Any, flex_on_cpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    compiled = flex_on_cpu(make_compiled())
+    with pytest.raises(RuntimeError, match=DENSE):
+        warm_up(compiled, rows[0])
+
+
+def test_drafter_is_refused_where_compiling_fails_and_the_failure_is_suppressed(
+    make_compiled: Any, rows: Any, flex_on_cpu: Any
+) -> None:
+    """The whole graph or none: torch says what failed; without that, the door would refuse the eager code."""
+
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise ValueError("this backend cannot")
+
+    compiled = flex_on_cpu(make_compiled(), backend=broken)
+    with torch._dynamo.config.patch(suppress_errors=True), pytest.raises(Exception, match="this backend cannot"):
+        warm_up(compiled, rows[0])
 
 
 def test_a_graph_too_many_is_named(make_compiled: Any, rows: Any, flex_on_cpu: Any) -> None:

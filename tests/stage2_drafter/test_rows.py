@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dflash_train.errors import InputError
+from dflash_train.stage2_drafter.compiled import compiled_graphs
 from dflash_train.stage2_drafter.row_loader import Row, RowBuffer, RowBuilder, RowLoader
 from dflash_train.stage2_drafter.rows import (
     HoldoutRows,
@@ -199,6 +200,15 @@ def test_loader_gives_the_rows_of_a_plain_loop(builder: RowBuilder) -> None:
             assert same(row, builder.build(key, fresh(builder)))
             loader.release(row.buffer)
         assert loader.wait_seconds > 0
+
+
+def test_loaders_thread_compiles_nothing(builder: RowBuilder) -> None:
+    """torch counts graphs for the whole process; an eager flex_attention call compiles as well, and would be one."""
+    before = compiled_graphs()
+    with RowLoader(builder, [RowKey(0, 0), None, RowKey(1, 0)], [fresh(builder)]) as loader:
+        for row in loader:
+            loader.release(row.buffer)
+    assert compiled_graphs() == before
 
 
 def test_loader_raises_what_its_thread_met_and_closes_unread(builder: RowBuilder) -> None:

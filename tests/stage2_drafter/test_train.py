@@ -24,6 +24,7 @@ from dflash_train.stage2_drafter.drafter import load_drafter
 from dflash_train.stage2_drafter.loss import block_weights, dpace_weights
 from dflash_train.stage2_drafter.preparation import check_resume, prepare_run, resolve_mask_token
 from dflash_train.stage2_drafter.rank import run_rank
+from dflash_train.stage2_drafter.rows import RowKey
 from dflash_train.stage2_drafter.run_folder import read_ledger, read_metrics
 from dflash_train.stage2_drafter.train import RankDied, train
 from dflash_train.stage2_drafter.trainer import Rank, Trainer
@@ -33,6 +34,7 @@ from dflash_train.store.segment import SegmentWriter
 
 MakeConfig = Callable[..., TrainConfig]
 MakeStore = Callable[..., Path]
+RunRanks = Callable[..., list[Any]]
 TIMES = ("tokens_per_second", "wait_share")
 
 
@@ -68,44 +70,80 @@ def equal(one: Path, two: Path) -> bool:
 # -- the loss ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("loss", "tied"), [("decay", True), ("dpace", False)])
+NO_SCALES = (1.0, 1.0, None)
+SCALES = (0.1, 0.4, 1.5)
+"""Of a target that scales its embeddings, scales its logits and caps them, so hard that each of them is seen."""
+
+
+def plain_losses(trainer: Trainer, key: RowKey | None, scales: tuple[float, float, float | None]) -> list[torch.Tensor]:
+    """CE and weights [A,K] of a row, through full logits and autograd; scales are the target's, as make_store got them."""
+    run, config = trainer.run, trainer.config
+    embedding_scale, logit_scale, logit_softcap = scales
+    row = trainer.builder.build(key, trainer._buffer())
+    blocks = row.blocks
+    features = run.reader.encoding.decode(
+        row.buffer.features, row.buffer.scales, trainer.forward.calibration, torch.float32
+    )
+    hidden = trainer.forward.compiled(
+        features,
+        torch.from_numpy(row.positions),
+        embedding_scale * trainer.forward.embed_tokens[torch.from_numpy(blocks.noise_ids).flatten()],
+        torch.from_numpy(blocks.noise_positions),
+        torch.from_numpy(blocks.start),
+        torch.from_numpy(blocks.anchor),
+    )
+    labels, label_mask = torch.from_numpy(blocks.labels), torch.from_numpy(blocks.label_mask)
+    assert isinstance(trainer.forward.lm_head, torch.Tensor)
+    logits = logit_scale * (hidden @ trainer.forward.lm_head.T)
+    if logit_softcap is not None:
+        logits = logit_softcap * torch.tanh(logits / logit_softcap)
+    ce = F.cross_entropy(logits, labels.flatten(), reduction="none").view(labels.shape)
+    gamma = config.gamma_for(run.drafter_config.block_size)
+    decays = config.loss == "decay"
+    return [ce, block_weights(label_mask, gamma) if decays else dpace_weights(ce.detach(), label_mask, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("loss", "tied", "scales"), [("decay", True, NO_SCALES), ("dpace", False, NO_SCALES), ("decay", False, SCALES)]
+)
 def test_step_equals_one_plain_loss_over_all_its_rows(
-    make_store: MakeStore, make_train_config: MakeConfig, loss: str, tied: bool
+    make_store: MakeStore,
+    make_train_config: MakeConfig,
+    loss: str,
+    tied: bool,
+    scales: tuple[float, float, float | None],
 ) -> None:
     """Σ w·CE / Σ w over the rows together, through full logits and autograd."""
-    config = make_train_config(
-        make_store(encoding_name="int8", tied=tied), loss=loss, rows_per_step=3, steps=1, holdout=0.0, gamma=2.0
-    )
+    store = make_store(encoding_name="int8", tied=tied, scales=scales)
+    config = make_train_config(store, loss=loss, rows_per_step=3, steps=1, holdout=0.0, gamma=2.0)
     run = prepare_run(config)
     twin = Trainer(run, Rank(), lambda line: None, lambda: False)
-    all_ce, all_weights = [], []
-    for number in range(3):
-        row = twin.builder.build(run.schedule.key(number), twin._buffer())
-        blocks = row.blocks
-        scales = row.buffer.scales
-        features = run.reader.encoding.decode(row.buffer.features, scales, twin.forward.calibration, torch.float32)
-        hidden = twin.forward.compiled(
-            features,
-            torch.from_numpy(row.positions),
-            twin.forward.embed_tokens[torch.from_numpy(blocks.noise_ids).flatten()],
-            torch.from_numpy(blocks.noise_positions),
-            torch.from_numpy(blocks.start),
-            torch.from_numpy(blocks.anchor),
-        )
-        labels, label_mask = torch.from_numpy(blocks.labels), torch.from_numpy(blocks.label_mask)
-        assert isinstance(twin.forward.lm_head, torch.Tensor)
-        ce = F.cross_entropy(hidden @ twin.forward.lm_head.T, labels.flatten(), reduction="none").view(labels.shape)
-        weights = block_weights(label_mask, 2.0) if loss == "decay" else dpace_weights(ce.detach(), label_mask, 0.5)
-        all_ce.append(ce)
-        all_weights.append(weights)
-    total = (torch.cat(all_ce) * torch.cat(all_weights)).sum() / torch.cat(all_weights).sum()
+    rows = [plain_losses(twin, run.schedule.key(number), scales) for number in range(3)]
+    all_ce, all_weights = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    total = (all_ce * all_weights).sum() / all_weights.sum()
     total.backward()  # type: ignore[no-untyped-call]
     norm = torch.nn.utils.clip_grad_norm_(twin.parameters, 1e9)
     run_here(config)
     line = read_metrics(config.run)[0]
     assert line["loss"] == pytest.approx(total.item(), rel=1e-5)
     assert line["gradient_norm"] == pytest.approx(float(norm), rel=1e-4)
-    assert line["slots"] == sum(int((weights > 0).sum()) for weights in all_weights)
+    assert line["slots"] == int((all_weights > 0).sum())
+
+
+def test_evaluation_equals_one_plain_loss_over_all_held_out_rows(
+    make_store: MakeStore, make_train_config: MakeConfig
+) -> None:
+    """Of a target whose embeddings are scaled and whose logits are scaled and capped."""
+    config = make_train_config(make_store(tied=False, scales=SCALES), steps=0, holdout=0.5, row_tokens=40)
+    run = prepare_run(config)
+    trainer = Trainer(run, Rank(), lambda line: None, lambda: False)
+    assert len(run.holdout.rows) > 1
+    rows = [plain_losses(trainer, RowKey(0, place, holdout=True), SCALES) for place in range(len(run.holdout.rows))]
+    all_ce, all_weights = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    found = trainer.evaluate()
+    assert found is not None and found["rows"] == len(rows)
+    assert found["loss"] == pytest.approx(((all_ce * all_weights).sum() / all_weights.sum()).item(), rel=1e-5)
+    assert found["cross_entropy"] == pytest.approx(all_ce[all_weights > 0].mean().item(), rel=1e-5)
 
 
 def test_overfitting_a_tiny_store_lowers_the_loss(make_store: MakeStore, make_train_config: MakeConfig) -> None:
@@ -269,6 +307,50 @@ def test_stopped_run_goes_on_exactly(make_store: MakeStore, make_train_config: M
     run_here(parts)
     assert curve(parts.run) == curve(whole.run)
     assert equal(parts.run, whole.run)
+
+
+RUNS = """
+answer = []
+for number, (values, stop_after) in enumerate(given):
+    asked = []
+    def stop_requested():
+        asked.append(1)
+        return rank == 1 and len(asked) == stop_after  # one rank is told, both stop
+    answer.append(run_rank(config(values), rank, 2, "cpu", meet(number), lambda line: None, stop_requested))
+"""
+
+
+def check_equal_to_rounding(run: Path, reference: Path) -> None:
+    """Sums over the same rows in another order: the tolerances of other numbers of processes above."""
+    for found, wanted in zip(curve(run), curve(reference), strict=True):
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+        assert found["gradient_norm"] == pytest.approx(wanted["gradient_norm"], rel=1e-4)
+        assert (found["step"], found["lr"], found["slots"]) == (wanted["step"], wanted["lr"], wanted["slots"])
+    expected = masters(reference)
+    for name, tensor in masters(run).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-5)
+
+
+def test_stopped_run_goes_on_exactly_over_two_ranks_and_to_rounding_over_one(
+    make_store: MakeStore, make_train_config: MakeConfig, run_ranks: RunRanks
+) -> None:
+    """Over two it is bit for bit: gloo adds two numbers a place, and a sum of two does not depend on their order."""
+    store = make_store()
+    names = ("whole", "same", "fewer", "more")
+    whole, same, fewer, more = (make_train_config(store, run=n, steps=7, rows_per_step=4, holdout=0.0) for n in names)
+    both = {name: config.to_json() for name, config in zip(names, (whole, same, fewer, more), strict=True)}
+    assert run_ranks(RUNS, (both["whole"], None), (both["same"], 3)) == [[False, True]] * 2
+    shutil.copytree(same.run, fewer.run)
+    run_here(more, stop_after=3)
+    for config in (same, fewer, more):
+        newest = newest_checkpoint(config.run)
+        assert newest is not None and newest.step == 3
+    assert run_ranks(RUNS, (both["same"], None), (both["more"], None)) == [[False, False]] * 2  # processes of their own
+    run_here(fewer)
+    assert curve(same.run) == curve(whole.run)
+    assert equal(same.run, whole.run)
+    for config in (fewer, more):
+        check_equal_to_rounding(config.run, whole.run)
 
 
 def test_epochs_end_the_run_after_every_sample_was_seen(make_store: MakeStore, make_train_config: MakeConfig) -> None:
