@@ -20,6 +20,7 @@ from dflash_train.machine.launch import (
     Process,
     ProcessGroup,
     TorchrunPlace,
+    compile_cache_folder,
     parse_devices,
     start_processes,
     stop_signals,
@@ -198,11 +199,8 @@ def _follow_ranks(
         }
         for rank, device in enumerate(devices)
     ]
-    cache = config.run.resolve() / "compile-cache"
-    caches = [
-        device if device.torch_device == "cpu" else with_compile_cache(device, cache / f"rank-{rank}")
-        for rank, device in enumerate(devices)
-    ]
+    cache = compile_cache_folder(config.run, config.compile_cache)
+    caches = [with_compile_cache(device, cache, rank) for rank, device in enumerate(devices)]
     stopped = False
     with (
         start_processes(RANK_FUNCTION, arguments, caches, config.run / "logs", "rank") as group,
@@ -253,7 +251,10 @@ def _train_under_torchrun(
     progress: Progress,
     measurement: Measurement | None,
 ) -> TrainResult:
-    """Be one rank of those that torchrun started; the rendezvous is torchrun's."""
+    """Be one rank of those that torchrun started; the rendezvous is torchrun's.
+
+    Its compile cache is the caller's to choose, by `use_compile_cache` before torch is imported, as the command does.
+    """
     import torch
 
     device = f"cuda:{place.local_rank}" if torch.cuda.is_available() else "cpu"
@@ -341,7 +342,8 @@ def _describe_following(run: PreparedRun, checkpoint: Checkpoint | None, devices
 def _describe_resume(config: TrainConfig, checkpoint: Checkpoint | None, devices: list[Device], report: Report) -> None:
     if checkpoint is not None:
         report(f"going on from {checkpoint.path}")
-        if devices[0].torch_device != "cpu" and not (config.run / "compile-cache").exists():
+        cache = compile_cache_folder(config.run, config.compile_cache)
+        if devices[0].torch_device != "cpu" and not cache.exists():
             report("no compile cache in the run folder: kernels are compiled again, and last bits may differ")
 
 

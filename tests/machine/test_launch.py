@@ -12,12 +12,14 @@ from dflash_train.errors import InputError
 from dflash_train.machine import launch
 from dflash_train.machine.launch import (
     TorchrunPlace,
+    compile_cache_folder,
     group_devices,
     last_lines,
     parse_devices,
     rank_devices,
     start_processes,
     torchrun_place,
+    with_compile_cache,
 )
 
 WORKER = """
@@ -33,6 +35,10 @@ def echo(connection, word):
         if message == "end":
             return
         connection.send(message)
+
+def tell_caches(connection):
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    connection.send([os.environ[name] for name in names])
 
 def end_badly(connection):
     import atexit
@@ -84,6 +90,54 @@ def test_processes_talk_log_and_see_their_own_environment(worker_module: str, tm
         assert [process.popen.returncode for process in group.processes] == [0, 0]
     assert last_lines(tmp_path / "logs" / "rank-1.log") == ["said two"]
     assert "CUDA_VISIBLE_DEVICES" not in os.environ or os.environ["CUDA_VISIBLE_DEVICES"] != ""
+
+
+def test_every_process_has_a_compile_cache_of_its_own_whatever_the_environment_says(
+    worker_module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "somebody's"))
+    cache = tmp_path / "cache"
+    devices = [with_compile_cache(device, cache, rank) for rank, device in enumerate(parse_devices("cpu:2"))]
+    assert [device.environment["CUDA_VISIBLE_DEVICES"] for device in devices] == ["", ""]
+    with start_processes(f"{worker_module}.tell_caches", [{}, {}], devices, tmp_path / "logs") as group:
+        told = sorted((index, message) for index, message in wait_for(group, 4) if message is not None)
+    assert told == [(rank, [str(cache / f"rank-{rank}"), str(cache / f"rank-{rank}" / "triton")]) for rank in (0, 1)]
+    assert not (tmp_path / "somebody's").exists()
+
+
+def place_of(monkeypatch: pytest.MonkeyPatch, world: int, local_world: int) -> None:
+    """Pretend that torchrun started `world` processes, `local_world` of them here."""
+    values = {"RANK": 0, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local_world, "GROUP_RANK": 0}
+    for name, value in values.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_kernels_are_compiled_into_the_run_folder_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in ("without torchrun", "with torchrun on one machine"):
+        assert compile_cache_folder(Path("run"), None) == tmp_path / "run" / "compile-cache"
+        assert compile_cache_folder(Path("run"), Path("fast")) == tmp_path / "fast"
+        place_of(monkeypatch, world=4, local_world=4)
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="--compile-cache is file, a file, but must be a folder; name another path"):
+        compile_cache_folder(Path("run"), Path("file"))
+
+
+def test_kernels_of_several_machines_stay_on_each_under_a_name_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    (tmp_path / "link").symlink_to("run")
+    place_of(monkeypatch, world=4, local_world=2)
+    folder = compile_cache_folder(Path("run"), None)
+    assert folder.parent == tmp_path / "user" / "dflash-train" / "compile" and folder.name.startswith("run-")
+    assert compile_cache_folder(Path("link"), None) == compile_cache_folder(tmp_path / "run", None) == folder
+    assert compile_cache_folder(Path("other") / "run", None) != folder
+    assert compile_cache_folder(Path("run"), Path("fast")) == tmp_path / "fast"
 
 
 def test_a_crash_is_told_with_the_last_lines_of_the_log(worker_module: str, tmp_path: Path) -> None:

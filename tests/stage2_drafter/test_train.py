@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from dflash_train.errors import InputError
+from dflash_train.stage2_drafter import train as training
 from dflash_train.stage2_drafter.checkpoint import list_checkpoints, newest_checkpoint, round_to_bfloat16
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.drafter import load_drafter
@@ -465,13 +466,53 @@ def test_torchrun_gives_the_ranks(make_store: MakeStore, make_train_config: Make
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
 
 
+# -- compile caches ----------------------------------------------------------------------------------------------------
+
+RANKS = """
+import os
+
+def tell_cache(connection, rank, **arguments):
+    connection.send(("line", f"{rank}: {os.environ['TORCHINDUCTOR_CACHE_DIR']} {os.environ['TRITON_CACHE_DIR']}"))
+    connection.send(("done", False))
+"""
+
+
+@pytest.fixture
+def ranks_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "cache_test_ranks.py").write_text(RANKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "cache_test_ranks"
+
+
+def lines_of(config: TrainConfig) -> list[str]:
+    lines: list[str] = []
+    train(config, report=lines.append)
+    return lines
+
+
+def test_each_rank_compiles_into_a_folder_of_its_own_at_every_start(
+    make_store: MakeStore, make_train_config: MakeConfig, ranks_module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the run folder, or where --compile-cache says; never where the user's environment points to."""
+    config = make_train_config(make_store(), steps=1, devices="cpu:2")
+    run_here(config)
+    monkeypatch.setattr(training, "RANK_FUNCTION", f"{ranks_module}.tell_cache")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somebody")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/somebody/triton")
+    own, elsewhere = config.run / "compile-cache", config.run.parent / "elsewhere"
+    for folder, given in ((own, None), (elsewhere, elsewhere), (own, None)):
+        lines = lines_of(replace(config, steps=2, compile_cache=given))
+        told = [f"{rank}: {folder}/rank-{rank} {folder}/rank-{rank}/triton" for rank in (0, 1)]
+        assert sorted(line for line in lines if "/triton" in line) == told
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 def test_changed_options_are_refused_by_name(make_store: MakeStore, make_train_config: MakeConfig) -> None:
     store = make_store()
     run_here(make_train_config(store, steps=1))
-    check_resume(prepare_run(make_train_config(store, steps=50, keep=9, log_every=7)))
+    check_resume(prepare_run(make_train_config(store, steps=50, keep=9, log_every=7, compile_cache="elsewhere")))
     changed = make_train_config(store, steps=1, lr=0.5, seed=8)
     with pytest.raises(InputError, match=r"--lr is 0.5, the checkpoint has 0.003; --seed is 8, the checkpoint has 3"):
         check_resume(prepare_run(changed))
