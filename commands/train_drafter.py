@@ -142,7 +142,7 @@ def train_drafter(gpus: str | None, allow_busy_gpus: bool, stores: tuple[Path, .
     first, *others = stores
     config = TrainConfig(store=first, more_stores=tuple(others), devices=gpus, **fields)
     context = click.get_current_context()
-    check_start(gpus=gpus, run=config.run, allow_busy_gpus=allow_busy_gpus)
+    check_start(gpus=gpus, run=config.run, compile_cache=config.compile_cache, allow_busy_gpus=allow_busy_gpus)
     place = torchrun_place()
     if place is not None:  # this process is a rank, and what follows imports torch
         use_compile_cache(compile_cache_folder(config.run, config.compile_cache), place.rank)
