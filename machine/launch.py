@@ -175,6 +175,12 @@ def use_compile_cache(folder: Path, rank: int) -> None:
     os.environ.update(_cache_environment(folder, rank))
 
 
+def has_compiled_kernels() -> bool:
+    """Whether the compile cache of this process holds any file; ask before anything is compiled."""
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return folder is not None and any(path.is_file() for path in Path(folder).rglob("*"))
+
+
 def _cache_environment(folder: Path, rank: int) -> dict[str, str]:
     own = folder / f"rank-{rank}"
     return {"TORCHINDUCTOR_CACHE_DIR": str(own), "TRITON_CACHE_DIR": str(own / "triton")}

@@ -300,7 +300,7 @@ def _describe(run: PreparedRun, checkpoint: Checkpoint | None, devices: list[Dev
             f"{format_count(newer, 'segment')} came into the store after this run began; it goes on with those it began with"
         )
     _describe_consumed(run, report)
-    _describe_resume(config, checkpoint, devices, report)
+    _describe_resume(checkpoint, report)
 
 
 def _describe_consumed(run: PreparedRun, report: Report) -> None:
@@ -336,15 +336,12 @@ def _describe_following(run: PreparedRun, checkpoint: Checkpoint | None, devices
         f"{format_count(config.rows_per_step, 'row')} a step on {', '.join(device.label for device in devices)}; mask token "
         f"{run.drafter_config.mask_token_id}"
     )
-    _describe_resume(config, checkpoint, devices, report)
+    _describe_resume(checkpoint, report)
 
 
-def _describe_resume(config: TrainConfig, checkpoint: Checkpoint | None, devices: list[Device], report: Report) -> None:
+def _describe_resume(checkpoint: Checkpoint | None, report: Report) -> None:
     if checkpoint is not None:
         report(f"going on from {checkpoint.path}")
-        cache = compile_cache_folder(config.run, config.compile_cache)
-        if devices[0].torch_device != "cpu" and not cache.exists():
-            report("no compile cache in the run folder: kernels are compiled again, and last bits may differ")
 
 
 def _result(config: TrainConfig, total_steps: int, stopped: bool) -> TrainResult:

@@ -37,8 +37,9 @@ def echo(connection, word):
         connection.send(message)
 
 def tell_caches(connection):
+    from dflash_train.machine.launch import has_compiled_kernels
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-    connection.send([os.environ[name] for name in names])
+    connection.send(([os.environ[name] for name in names], has_compiled_kernels()))
 
 def end_badly(connection):
     import atexit
@@ -98,11 +99,16 @@ def test_every_process_has_a_compile_cache_of_its_own_whatever_the_environment_s
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "somebody's"))
     cache = tmp_path / "cache"
+    (cache / "rank-1" / "triton" / "hash").mkdir(parents=True)
+    (cache / "rank-1" / "triton" / "hash" / "kernel.so").touch()
+    (cache / "rank-0" / "triton").mkdir(parents=True)
     devices = [with_compile_cache(device, cache, rank) for rank, device in enumerate(parse_devices("cpu:2"))]
     assert [device.environment["CUDA_VISIBLE_DEVICES"] for device in devices] == ["", ""]
     with start_processes(f"{worker_module}.tell_caches", [{}, {}], devices, tmp_path / "logs") as group:
         told = sorted((index, message) for index, message in wait_for(group, 4) if message is not None)
-    assert told == [(rank, [str(cache / f"rank-{rank}"), str(cache / f"rank-{rank}" / "triton")]) for rank in (0, 1)]
+    assert told == [
+        (rank, ([str(cache / f"rank-{rank}"), str(cache / f"rank-{rank}" / "triton")], rank == 1)) for rank in (0, 1)
+    ]
     assert not (tmp_path / "somebody's").exists()
 
 
