@@ -58,6 +58,15 @@ cache_bytes_option = click.option(
 )
 
 
+compile_cache_option = click.option(
+    "--compile-cache",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Compiled kernels, in a folder for each process; best on a local disk. Default: RUN/compile-cache; under "
+    "torchrun on several machines, the user cache.",
+)
+
+
 def options(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
     """Several click options as one decorator, in the order given."""
 

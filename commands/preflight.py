@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dflash_train.commands.options import StorePath, allow_busy_gpus_option, gpus_option, json_option
+from dflash_train.commands.options import (
+    StorePath,
+    allow_busy_gpus_option,
+    compile_cache_option,
+    gpus_option,
+    json_option,
+)
 from dflash_train.commands.terminal import say, show
 
 if TYPE_CHECKING:
@@ -24,6 +30,7 @@ COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 @click.option("--revision", help="Commit, branch or tag of the target on the hub.")
 @click.option("--store", type=StorePath(url=False), help="Where a store will be written.")
 @click.option("--run", type=click.Path(path_type=Path), help="Where a training run will be written.")
+@compile_cache_option
 @gpus_option
 @allow_busy_gpus_option
 @json_option

@@ -14,6 +14,7 @@ from dflash_train.commands.options import (
     allow_busy_gpus_option,
     cache_bytes_option,
     cache_folder_option,
+    compile_cache_option,
     gpus_option,
 )
 from dflash_train.commands.preflight import check_start
@@ -119,6 +120,7 @@ from dflash_train.commands.terminal import Terminal, progress_options
     help="Of the products on a GPU; fp8 is experimental and needs Hopper or later.",
 )
 @click.option("--direct-io", is_flag=True, help="Read features past the page cache, where the file system can.")
+@compile_cache_option
 @cache_folder_option
 @cache_bytes_option
 @click.option("--bad-step-limit", default=10, show_default=True, help="Non-finite steps in a row that end the run.")
@@ -130,6 +132,7 @@ def train_drafter(gpus: str | None, allow_busy_gpus: bool, stores: tuple[Path, .
     Run the same command again to go on from the newest checkpoint. Each folder RUN/checkpoints/step-… is a drafter in
     z-lab's format that SGLang, vLLM and z-lab's package load.
     """
+    from dflash_train.machine.compile_cache import compile_cache_folder, use_compile_cache
     from dflash_train.machine.launch import leave_process
     from dflash_train.machine.torchrun import torchrun_place
     from dflash_train.stage2_drafter.config import TrainConfig
@@ -139,7 +142,10 @@ def train_drafter(gpus: str | None, allow_busy_gpus: bool, stores: tuple[Path, .
     for other in ("init_from", "drafter_config"):
         _refuse_beside(context, other, fields)
     config = TrainConfig(store=first, more_stores=tuple(others), devices=gpus, **fields)
-    check_start(gpus=gpus, run=config.run, allow_busy_gpus=allow_busy_gpus)
+    check_start(gpus=gpus, run=config.run, compile_cache=config.compile_cache, allow_busy_gpus=allow_busy_gpus)
+    place = torchrun_place()
+    if place is not None:  # this process is a rank, and what follows imports torch
+        use_compile_cache(compile_cache_folder(config.run, config.compile_cache), place.rank)
     from dflash_train.commands.display import TrainView
     from dflash_train.stage2_drafter.train import train
 
@@ -156,7 +162,6 @@ def train_drafter(gpus: str | None, allow_busy_gpus: bool, stores: tuple[Path, .
 
             measurement = RealAcceptance()
         result = train(config, *recorded_training(report, terminal.report), measurement)
-    place = torchrun_place()
     if place is not None:
         context.find_root().call_on_close(lambda: leave_process(0))  # as the ranks do that we start
     if place is not None and place.rank != 0:  # one of torchrun's ranks speaks for all

@@ -3,8 +3,8 @@
 Numbers are nvidia-smi's and become UUIDs, so that they mean the same GPU whatever order CUDA counts in. Nothing here
 imports torch: a process's environment must be complete before torch reads it.
 
-Environment variables that torch or CUDA read are set here and nowhere else in the package: a Device carries those of its
-process, and launch.py starts the process with them.
+Environment variables that torch or CUDA read are set here and in compile_cache.py and nowhere else in the package: a Device
+carries those of its process, and launch.py starts the process with them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from dflash_train.errors import InputError
 
@@ -105,15 +104,6 @@ def cpu_devices(count: int) -> list[Device]:
     threads = str(max(1, len(os.sched_getaffinity(0)) // count))
     environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     return [Device(f"CPU worker {index}", "cpu", environment) for index in range(count)]
-
-
-def with_compile_cache(device: Device, folder: Path) -> Device:
-    """The device with torch.compile's and Triton's caches in a folder of its own process (torch reads them at import).
-
-    Own folders keep entries of one run from being deleted under another; a resumed run finds the same kernels again.
-    """
-    caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
-    return Device(device.label, device.torch_device, {**device.environment, **caches})
 
 
 def use_device(device: Device) -> str:

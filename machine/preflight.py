@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from dflash_train.errors import InputError
+from dflash_train.machine.compile_cache import compile_cache_folder
 from dflash_train.machine.devices import Device, group_devices, parse_devices
 from dflash_train.machine.disks import (
     PROBE_BYTES,
@@ -67,21 +68,28 @@ class Plan:
     """Folder that a store is or will be written to."""
     run: Path | None = None
     """Folder of a training run."""
+    compile_cache: Path | None = None
+    """Folder given to --compile-cache; None is the run's own."""
     allow_busy_gpus: bool = False
     """Whether a GPU that others use is only a warning."""
 
 
 def check_machine(plan: Plan, thorough: bool = False) -> list[Check]:
-    """All checks of a plan; `thorough` also measures the disk. Raises InputError for a wrong --gpus."""
+    """All checks of a plan; `thorough` also measures the disk. Raises InputError for a wrong --gpus or --compile-cache."""
     driver = read_driver()
     devices = _planned_devices(plan, driver)
     num_gpus = _num_gpus(devices)
-    cache = plan.run / "compile-cache" if plan.run is not None else user_cache_folder()
     checks = check_gpus(driver, devices, plan.gpus, plan.allow_busy_gpus)
     checks.append(check_versions(driver, num_gpus))
     if num_gpus:
         checks.append(check_compiler())
-    checks.append(check_cache(cache))
+    if plan.run is None and plan.compile_cache is None:
+        checks.append(check_cache(user_cache_folder(), "set XDG_CACHE_HOME to a folder there"))
+    else:
+        cache = compile_cache_folder(plan.run or Path.cwd(), plan.compile_cache)
+        checks.append(check_cache(cache, "name a folder there with --compile-cache"))
+        if num_gpus and plan.compile_cache is None:
+            checks += check_unused_caches(cache)
     for folder in (plan.store, plan.run) if plan.store or plan.run else (Path.cwd(),):
         if folder is not None:
             checks += check_disk(folder, thorough)
@@ -227,20 +235,28 @@ def check_compiler() -> Check:
     return Check("compiler", "ok", f"{compiler}.")
 
 
-def check_cache(folder: Path) -> Check:
-    """Can compiled kernels be written, run from and locked where they will lie?"""
+def check_cache(folder: Path, way_out: str) -> Check:
+    """Can compiled kernels be written, run from and locked where they will lie? `way_out` says how to put them elsewhere."""
     name, place = "compile cache", existing_parent(folder)
     if (problem := why_unwritable(place)) is not None:
-        return Check(
-            name, "error", f"{problem}.", "Choose another --run folder, or set XDG_CACHE_HOME to a writable one."
-        )
+        return Check(name, "error", f"{problem}.", f"Choose a disk that can be written: {way_out}.")
     if os.statvfs(place).f_flag & os.ST_NOEXEC:
-        way_out = "Put it elsewhere: --run, or XDG_CACHE_HOME."
-        return Check(name, "error", f"{place} is mounted noexec, so compiled kernels cannot be loaded.", way_out)
+        text = f"{place} is mounted noexec, so compiled kernels cannot be loaded."
+        return Check(name, "error", text, f"Choose another disk: {way_out}.")
     if is_remote(kind := file_system(place)):
-        way_out = "Compiling is faster and safer on a local disk: --run, or XDG_CACHE_HOME."
-        return Check(name, "warning", f"{folder} lies on {kind}, a file system shared over a network.", way_out)
+        text = f"{folder} lies on {kind}, a file system shared over a network."
+        return Check(name, "warning", text, f"Compiling is faster and safer on a local disk: {way_out}.")
     return Check(name, "ok", f"{folder} can be written ({kind}).")
+
+
+def check_unused_caches(folder: Path) -> list[Check]:
+    """A warning where the user's environment names a compile cache, which training leaves alone; else nothing."""
+    names = [name for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR") if os.environ.get(name)]
+    if not names:
+        return []
+    found = " and ".join(f"{name}={os.environ[name]}" for name in names)
+    text = f"{found} will not be used: each process has a cache of its own in {folder}."
+    return [Check("compile cache", "warning", text, "Choose another folder for them with --compile-cache.")]
 
 
 def check_disk(folder: Path, measure: bool) -> list[Check]:

@@ -1,4 +1,4 @@
-"""What the first rank decides, on every rank."""
+"""What the first rank decides, and what each rank found, on every rank."""
 
 import json
 from typing import Any
@@ -19,3 +19,13 @@ def broadcast_json(values: dict[str, Any], device: torch.device, world: int) -> 
     torch.distributed.broadcast(data, 0)
     result: dict[str, Any] = json.loads(data.cpu().numpy().tobytes())
     return result
+
+
+def gather_flags(flag: bool, device: torch.device, world: int) -> list[bool]:
+    """Every rank's flag, by rank, on every rank."""
+    if world == 1:
+        return [flag]
+    flags = torch.zeros(world, dtype=torch.int32, device=device)
+    flags[torch.distributed.get_rank()] = int(flag)
+    torch.distributed.all_reduce(flags)
+    return [bool(value) for value in flags.tolist()]

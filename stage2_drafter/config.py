@@ -25,7 +25,7 @@ PAPER_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}  # DFlash, section 4.2: gamma by block 
 
 HARMLESS_FIELDS = frozenset(
     ("store", "run", "devices", "steps", "epochs", "save_every", "keep", "evaluate_every", "evaluate_rows")
-    + ("log_every", "read_ahead", "direct_io", "cache_folder", "cache_bytes", "bad_step_limit")
+    + ("log_every", "read_ahead", "direct_io", "compile_cache", "cache_folder", "cache_bytes", "bad_step_limit")
     + ("activation_checkpointing", "more_stores")
     + ("evaluate_target", "evaluate_prompts", "evaluate_prompts_limit", "evaluate_new_tokens")
     + ("num_layers", "block_size", "drafter_config", "mask_token")  # compared as the drafter that they make
@@ -133,6 +133,9 @@ class TrainConfig:
     direct_io: bool = False
     """Read features past the page cache: less than half the CPU time, and the cache stays free for others. Off, because
     buffered reads are quicker where the CPU is idle or the store fits into memory."""
+    compile_cache: Path | None = None
+    """Folder of compiled kernels, `rank-N` of it for each process, best on a local disk. None: compile-cache in the run
+    folder; under torchrun on several machines one in the user's cache folder. Nobody else's cache is touched."""
     cache_folder: Path | None = None
     """Where rows and small files of a store at a URL are kept; None is dflash-train/stores in the user's cache folder."""
     cache_bytes: int = CACHE_BYTES
@@ -156,7 +159,7 @@ class TrainConfig:
                 f"--follow wants a folder, and {self.store} is a URL. Leave it out, or follow a store on a local disk."
             )
         object.__setattr__(self, "run", Path(self.run))
-        for name in ("drafter_config", "init_from"):
+        for name in ("drafter_config", "init_from", "compile_cache"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, Path(getattr(self, name)))
         if self.drafter_config is not None and self.init_from is not None:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from dflash_train.errors import InputError
-from dflash_train.stage2_drafter.broadcast import broadcast_json
+from dflash_train.machine.compile_cache import compile_cache_folder, has_compiled_kernels
+from dflash_train.stage2_drafter.broadcast import broadcast_json, gather_flags
 from dflash_train.stage2_drafter.checkpoint import Checkpoint, newest_checkpoint, prune_checkpoints
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.events import Progress, StepDone
@@ -78,6 +79,7 @@ def run_rank(
     from dflash_train.stage2_drafter.trainer import Rank, Trainer
 
     device = torch.device(device_name)
+    compiles_again = _compiles(device) and not has_compiled_kernels()
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
@@ -108,6 +110,9 @@ def run_rank(
                 "Use a run folder that all machines share."
             )
         if checkpoint is not None:
+            found = gather_flags(compiles_again, device, world)
+            if rank == 0:
+                _describe_caches(config, found, report)
             trainer.restore(checkpoint)
         elif config.init_from is not None:
             trainer.start_from(config.init_from)
@@ -119,6 +124,21 @@ def run_rank(
             # Only after success: with a peer gone it may hang, and the process ends anyway.
             torch.distributed.destroy_process_group()
         return stopped
+
+
+def _compiles(device: torch.device) -> bool:
+    """Whether training compiles on this device."""
+    return device.type == "cuda"
+
+
+def _describe_caches(config: TrainConfig, compiles_again: list[bool], report: Callable[[str], None]) -> None:
+    """Say which ranks of a run that goes on find none of the kernels that it compiled before."""
+    ranks = [rank for rank, again in enumerate(compiles_again) if again]
+    if ranks:
+        report(
+            f"no compile cache of rank {', '.join(map(str, ranks))} in "
+            f"{compile_cache_folder(config.run, config.compile_cache)}: kernels are compiled again, and last bits may differ"
+        )
 
 
 def _plan_segments(config: TrainConfig) -> dict[str, Any]:

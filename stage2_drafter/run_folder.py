@@ -4,7 +4,7 @@ run/lock            held by the first rank while it trains; a second trainer is 
 run/ledger.jsonl    the segment ids that the rows are planned from, in order; decided by the first rank, once, or under
                     --follow in rounds, one a line
 run/metrics.jsonl   one line a step and a held-out evaluation
-run/checkpoints/, run/tensorboard/, run/logs/
+run/checkpoints/, run/tensorboard/, run/logs/, run/compile-cache/
 """
 
 import contextlib

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_train.errors import InputError
-from dflash_train.machine.devices import Device, parse_devices, with_compile_cache
+from dflash_train.machine.compile_cache import compile_cache_folder, with_compile_cache
+from dflash_train.machine.devices import Device, parse_devices
 from dflash_train.machine.launch import Process, ProcessGroup, start_processes, stop_signals
 from dflash_train.machine.rendezvous import rendezvous_file
 from dflash_train.machine.torchrun import TorchrunPlace, torchrun_place
@@ -190,11 +191,8 @@ def _follow_ranks(
         }
         for rank, device in enumerate(devices)
     ]
-    cache = config.run.resolve() / "compile-cache"
-    caches = [
-        device if device.torch_device == "cpu" else with_compile_cache(device, cache / f"rank-{rank}")
-        for rank, device in enumerate(devices)
-    ]
+    cache = compile_cache_folder(config.run, config.compile_cache)
+    caches = [with_compile_cache(device, cache, rank) for rank, device in enumerate(devices)]
     stopped = False
     with (
         start_processes(RANK_FUNCTION, arguments, caches, config.run / "logs", "rank") as group,
@@ -245,7 +243,10 @@ def _train_under_torchrun(
     progress: Progress,
     measurement: Measurement | None,
 ) -> TrainResult:
-    """Be one rank of those that torchrun started; the rendezvous is torchrun's."""
+    """Be one rank of those that torchrun started; the rendezvous is torchrun's.
+
+    Its compile cache is the caller's to choose, by `use_compile_cache` before torch is imported, as the command does.
+    """
     import torch
 
     device = f"cuda:{place.local_rank}" if torch.cuda.is_available() else "cpu"
@@ -291,7 +292,7 @@ def _describe(run: PreparedRun, checkpoint: Checkpoint | None, devices: list[Dev
             f"{format_count(newer, 'segment')} came into the store after this run began; it goes on with those it began with"
         )
     _describe_consumed(run, report)
-    _describe_resume(config, checkpoint, devices, report)
+    _describe_resume(checkpoint, report)
 
 
 def _describe_consumed(run: PreparedRun, report: Report) -> None:
@@ -327,14 +328,12 @@ def _describe_following(run: PreparedRun, checkpoint: Checkpoint | None, devices
         f"{format_count(config.rows_per_step, 'row')} a step on {', '.join(device.label for device in devices)}; mask token "
         f"{run.drafter_config.mask_token_id}"
     )
-    _describe_resume(config, checkpoint, devices, report)
+    _describe_resume(checkpoint, report)
 
 
-def _describe_resume(config: TrainConfig, checkpoint: Checkpoint | None, devices: list[Device], report: Report) -> None:
+def _describe_resume(checkpoint: Checkpoint | None, report: Report) -> None:
     if checkpoint is not None:
         report(f"going on from {checkpoint.path}")
-        if devices[0].torch_device != "cpu" and not (config.run / "compile-cache").exists():
-            report("no compile cache in the run folder: kernels are compiled again, and last bits may differ")
 
 
 def _result(config: TrainConfig, total_steps: int, stopped: bool) -> TrainResult:

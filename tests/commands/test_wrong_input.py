@@ -1317,6 +1317,12 @@ CASES: dict[str, list[Case]] = {
     ],
     "train-drafter": [
         Case(
+            "a file as the folder of compiled kernels",
+            f"{TRAIN} --compile-cache rows.jsonl",
+            1,
+            "--compile-cache is rows.jsonl, a file, but must be a folder; name another path.",
+        ),
+        Case(
             "a target for evaluation without prompts",
             f"{TRAIN} --evaluate-target target",
             1,

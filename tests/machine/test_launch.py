@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dflash_train.machine.compile_cache import with_compile_cache
 from dflash_train.machine.devices import parse_devices
 from dflash_train.machine.launch import ProcessGroup, last_lines, start_processes
 
@@ -24,6 +25,11 @@ def echo(connection, word):
         if message == "end":
             return
         connection.send(message)
+
+def tell_caches(connection):
+    from dflash_train.machine.compile_cache import has_compiled_kernels
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    connection.send(([os.environ[name] for name in names], has_compiled_kernels()))
 
 def end_badly(connection):
     import atexit
@@ -76,6 +82,25 @@ def test_processes_talk_log_and_see_their_own_environment(worker_module: str, tm
         assert [process.popen.returncode for process in group.processes] == [0, 0]
     assert last_lines(tmp_path / "logs" / "rank-1.log") == ["said two"]
     assert "CUDA_VISIBLE_DEVICES" not in os.environ or os.environ["CUDA_VISIBLE_DEVICES"] != ""
+
+
+def test_every_process_has_a_compile_cache_of_its_own_whatever_the_environment_says(
+    worker_module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "somebody's"))
+    cache = tmp_path / "cache"
+    (cache / "rank-1" / "triton" / "hash").mkdir(parents=True)
+    (cache / "rank-1" / "triton" / "hash" / "kernel.so").touch()
+    (cache / "rank-0" / "triton").mkdir(parents=True)
+    devices = [with_compile_cache(device, cache, rank) for rank, device in enumerate(parse_devices("cpu:2"))]
+    assert [device.environment["CUDA_VISIBLE_DEVICES"] for device in devices] == ["", ""]
+    with start_processes(f"{worker_module}.tell_caches", [{}, {}], devices, tmp_path / "logs") as group:
+        told = sorted((index, message) for index, message in wait_for(group, 4) if message is not None)
+    assert told == [
+        (rank, ([str(cache / f"rank-{rank}"), str(cache / f"rank-{rank}" / "triton")], rank == 1)) for rank in (0, 1)
+    ]
+    assert not (tmp_path / "somebody's").exists()
 
 
 def test_a_crash_is_told_with_the_last_lines_of_the_log(worker_module: str, tmp_path: Path) -> None:

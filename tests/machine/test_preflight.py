@@ -252,6 +252,70 @@ def test_torchrun_checks_only_its_own_gpu(nvml: Nvml, cuda_torch: Any, monkeypat
         check_start(gpus=None)
 
 
+def cache_of(**fields: Any) -> preflight.Check:
+    """The check of the compile cache in a plan."""
+    checks = preflight.check_machine(preflight.Plan(**fields))
+    return next(check for check in checks if check.name == "compile cache")
+
+
+def test_the_compile_cache_that_a_run_will_use_is_checked(
+    nvml: Nvml, cuda_torch: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The run's own, the one given, and under torchrun on several machines the one in the user's cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    run_folder, given = tmp_path / "run", tmp_path / "given"
+    monkeypatch.setattr(preflight, "file_system", lambda path: "nfs4")
+    for fields, folder in (
+        ({"run": run_folder}, run_folder / "compile-cache"),
+        ({"run": run_folder, "compile_cache": given}, given),
+        ({"compile_cache": given}, given),
+    ):
+        check = cache_of(**fields)
+        assert (check.status, check.text.split(" lies on nfs4")[0]) == ("warning", str(folder))
+        assert "--compile-cache" in check.way_out and "XDG_CACHE_HOME" not in check.way_out
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert cache_of(run=run_folder).text.startswith(f"{tmp_path / 'user' / 'dflash-train' / 'compile' / 'run-'}")
+    assert cache_of(run=run_folder, compile_cache=given).text.startswith(f"{given} lies on nfs4")
+
+
+def test_a_cache_for_compiled_kernels_that_cannot_be_used_names_the_option(
+    nvml: Nvml, cuda_torch: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "dflash_train.stage2_drafter.train", None)  # where it would go on
+    words = ["train-drafter", "--store", "s", "--run", "r", "--gpus", "cpu"]
+    result = run(*words, "--compile-cache", "/proc/self/cache")
+    assert (result.exit_code, "compile cache: /proc/self" in result.output.replace(str(os.getpid()), "self")) == (
+        1,
+        True,
+    )
+    assert "name a folder there with --compile-cache" in result.output and "Nothing was started." in result.output
+    assert "/proc" not in run(*words).output, "the run's own is used"
+    result = run("preflight", "--gpus", "cpu", "--json", "--run", "r", "--compile-cache", "elsewhere")
+    assert found(result)["compile cache"]["text"].startswith(f"{tmp_path / 'elsewhere'} can be written")
+    monkeypatch.setattr(os, "statvfs", lambda path: types.SimpleNamespace(f_flag=os.ST_NOEXEC))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: types.SimpleNamespace(total=0, used=0, free=100 * GIB))
+    monkeypatch.setattr(preflight, "check_shared_memory", lambda number: preflight.Check("shared memory", "ok", ""))
+    assert cache_of(run=tmp_path / "r").way_out.endswith("name a folder there with --compile-cache.")
+
+
+def test_the_users_own_compile_cache_is_left_alone_and_that_is_said(
+    nvml: Nvml, cuda_torch: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/fast/inductor")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    check_start(gpus="0", run=tmp_path / "run")
+    warning = (
+        "warning: compile cache: TORCHINDUCTOR_CACHE_DIR=/fast/inductor will not be used: each process has a cache of"
+    )
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{warning} its own in {tmp_path / 'run' / 'compile-cache'}." in said and "--compile-cache" in said
+    for fields in ({"run": tmp_path / "run", "compile_cache": tmp_path / "given"}, {"store": tmp_path / "store"}):
+        check_start(gpus="0", **fields)
+        assert "TORCHINDUCTOR_CACHE_DIR" not in capsys.readouterr().err
+
+
 def test_a_driver_that_does_not_answer_is_no_machine_without_gpu(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml.failure = NVMLError(18, "Driver/library version mismatch")
     result = run("preflight", "--json")
@@ -318,13 +382,13 @@ def test_little_space_and_a_slow_disk_are_told(tmp_path: Path, monkeypatch: pyte
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Path("/proc/self")  # read-only for root as well
     assert preflight.check_disk(folder / "task" / "store", measure=True)[0].status == "error"
-    assert "cannot be written" in preflight.check_cache(folder / "compile-cache").text
+    assert "cannot be written" in preflight.check_cache(folder / "compile-cache", "").text
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     assert existing_parent(tmp_path / "loop" / "store") == tmp_path
     assert existing_parent(tmp_path / ("x" * 300) / "store") == tmp_path
     flags = types.SimpleNamespace(f_flag=os.ST_NOEXEC)
     monkeypatch.setattr(os, "statvfs", lambda path: flags)
-    assert "noexec" in preflight.check_cache(tmp_path).text
+    assert "noexec" in preflight.check_cache(tmp_path, "").text
 
 
 def test_the_innermost_mount_names_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +404,7 @@ def test_the_innermost_mount_names_the_file_system(tmp_path: Path, monkeypatch: 
     assert list(kinds.values()) == ["ext4", "nfs4", "xfs", "ext4"]
     assert [is_remote(kind) for kind in ("nfs4", "fuse.sshfs", "lustre", "xfs", "overlay")] == [True] * 3 + [False] * 2
     monkeypatch.setattr(preflight, "file_system", lambda path: "nfs4")
-    assert preflight.check_cache(tmp_path).status == "warning"
+    assert preflight.check_cache(tmp_path, "").status == "warning"
 
 
 def test_shared_memory_matters_to_several_gpus_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from dflash_train.errors import InputError
+from dflash_train.stage2_drafter import rank as ranks
+from dflash_train.stage2_drafter import train as training
 from dflash_train.stage2_drafter.checkpoint import list_checkpoints, newest_checkpoint, round_to_bfloat16
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.drafter import load_drafter
@@ -467,13 +469,113 @@ def test_torchrun_gives_the_ranks(make_store: MakeStore, make_train_config: Make
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
 
 
+# -- compile caches ----------------------------------------------------------------------------------------------------
+
+RANKS = """
+import os
+
+def tell_cache(connection, rank, **arguments):
+    connection.send(("line", f"{rank}: {os.environ['TORCHINDUCTOR_CACHE_DIR']} {os.environ['TRITON_CACHE_DIR']}"))
+    connection.send(("done", False))
+
+def train_as_if_compiling(**arguments):
+    from dflash_train.stage2_drafter import rank as ranks
+    ranks._compiles = lambda device: True
+    ranks.train_rank(**arguments)
+"""
+
+
+@pytest.fixture
+def ranks_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "cache_test_ranks.py").write_text(RANKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "cache_test_ranks"
+
+
+def lines_of(config: TrainConfig) -> list[str]:
+    lines: list[str] = []
+    train(config, report=lines.append)
+    return lines
+
+
+def test_each_rank_compiles_into_a_folder_of_its_own_at_every_start(
+    make_store: MakeStore, make_train_config: MakeConfig, ranks_module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the run folder, or where --compile-cache says; never where the user's environment points to."""
+    config = make_train_config(make_store(), steps=1, devices="cpu:2")
+    run_here(config)
+    monkeypatch.setattr(training, "RANK_FUNCTION", f"{ranks_module}.tell_cache")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somebody")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/somebody/triton")
+    own, elsewhere = config.run / "compile-cache", config.run.parent / "elsewhere"
+    for folder, given in ((own, None), (elsewhere, elsewhere), (own, None)):
+        lines = lines_of(replace(config, steps=2, compile_cache=given))
+        told = [f"{rank}: {folder}/rank-{rank} {folder}/rank-{rank}/triton" for rank in (0, 1)]
+        assert sorted(line for line in lines if "/triton" in line) == told
+
+
+def test_a_rank_that_has_lost_its_compile_cache_says_so_when_the_run_goes_on(
+    make_store: MakeStore, make_train_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_train_config(make_store(), steps=1, holdout=0.0)
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache / "rank-0"))  # as the process would be started
+
+    def said(steps: int) -> list[str]:
+        lines = run_here(replace(config, steps=steps, compile_cache=cache))
+        return [line for line in lines if "compile cache" in line]
+
+    assert said(1) == said(2) == [], "nothing is compiled on a CPU"
+    monkeypatch.setattr(ranks, "_compiles", lambda device: True)
+    (cache / "rank-0" / "triton").mkdir(parents=True)
+    assert said(3) == [f"no compile cache of rank 0 in {cache}: kernels are compiled again, and last bits may differ"]
+    (cache / "rank-0" / "triton" / "kernel.so").touch()
+    assert said(4) == []
+    shutil.rmtree(config.run)
+    shutil.rmtree(cache)
+    assert said(1) == [], "a new run has nothing to find"
+
+
+def test_the_ranks_that_have_lost_their_compile_cache_are_named_once(
+    make_store: MakeStore, make_train_config: MakeConfig, ranks_module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_train_config(make_store(), steps=1, devices="cpu:2", holdout=0.0)
+    run_here(config)
+    cache = config.run / "compile-cache"
+    monkeypatch.setattr(training, "RANK_FUNCTION", f"{ranks_module}.train_as_if_compiling")
+    said = [line for line in lines_of(replace(config, steps=2)) if "compile cache" in line]
+    assert said == [f"no compile cache of rank 0, 1 in {cache}: kernels are compiled again, and last bits may differ"]
+
+
+def test_torchrun_names_the_ranks_that_have_lost_their_compile_cache(
+    make_store: MakeStore, make_train_config: MakeConfig, ranks_module: str, tmp_path: Path
+) -> None:
+    config = make_train_config(make_store(), steps=1, holdout=0.0)
+    run_here(config)
+    kept = config.run / "compile-cache" / "rank-0" / "kernel.so"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    script = tmp_path / "script.py"
+    before = "from dflash_train.machine.compile_cache import use_compile_cache\n"
+    before += "from dflash_train.machine.torchrun import torchrun_place\n"
+    before += f"use_compile_cache(Path({str(kept.parents[1])!r}), torchrun_place().rank)\n"  # as the command does
+    before += "from dflash_train.stage2_drafter import rank\nrank._compiles = lambda device: True\n"
+    script.write_text("from pathlib import Path\n" + before + SCRIPT)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    words = [str(script), json.dumps(replace(config, steps=2).to_json())]
+    done = subprocess.run([*launcher, *words], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = f"no compile cache of rank 1 in {kept.parents[1]}: kernels are compiled again, and last bits may differ"
+    assert done.stdout.count("compile cache") == 1 and said in done.stdout
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 def test_changed_options_are_refused_by_name(make_store: MakeStore, make_train_config: MakeConfig) -> None:
     store = make_store()
     run_here(make_train_config(store, steps=1))
-    check_resume(prepare_run(make_train_config(store, steps=50, keep=9, log_every=7)))
+    check_resume(prepare_run(make_train_config(store, steps=50, keep=9, log_every=7, compile_cache="elsewhere")))
     changed = make_train_config(store, steps=1, lr=0.5, seed=8)
     with pytest.raises(InputError, match=r"--lr is 0.5, the checkpoint has 0.003; --seed is 8, the checkpoint has 3"):
         check_resume(prepare_run(changed))
