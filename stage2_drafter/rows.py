@@ -12,6 +12,7 @@ counts rounds.
 Symbols: S tokens of a row, N samples.
 """
 
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -141,15 +142,23 @@ def plan_epoch(lengths: np.ndarray, training: np.ndarray, seed: int, epoch: int,
 class RowSchedule:
     """The endless (or `epochs` long) sequence of training rows, and who takes which in every optimizer step.
 
-    lengths: int64 [N] of all samples, as check_lengths gave them; training: the indices that may be trained on.
+    lengths: int64 [N] of all samples, as check_lengths gave them; training: the indices that may be trained on; counted:
+    rows of the first epochs, where another process has counted them.
     """
 
     def __init__(
-        self, lengths: np.ndarray, training: np.ndarray, *, seed: int, row_tokens: int, epochs: int | None
+        self,
+        lengths: np.ndarray,
+        training: np.ndarray,
+        *,
+        seed: int,
+        row_tokens: int,
+        epochs: int | None,
+        counted: Sequence[int] = (),
     ) -> None:
         self._lengths, self._training, self._seed, self._row_tokens = lengths, training, seed, row_tokens
         self._epochs = epochs
-        self._first_row = [0]  # of each epoch planned so far, and of the next one
+        self._first_row = [0, *itertools.accumulate(counted)]  # of each epoch counted so far, and of the next one
         self._plans: dict[int, list[np.ndarray]] = {}
 
     def epoch(self, epoch: int) -> list[np.ndarray]:
@@ -165,9 +174,15 @@ class RowSchedule:
     def num_rows(self) -> int:
         """Rows of all epochs together; only where the number of epochs is given."""
         assert self._epochs is not None
-        while len(self._first_row) <= self._epochs:
-            self._first_row.append(self._first_row[-1] + len(self.epoch(len(self._first_row) - 1)))
+        epochs = range(len(self._first_row) - 1, self._epochs)
+        counts = [len(self.epoch(epoch)) for epoch in reversed(epochs)]  # the first is kept: it is read next
+        for count in reversed(counts):
+            self._first_row.append(self._first_row[-1] + count)
         return self._first_row[self._epochs]
+
+    def counted(self) -> list[int]:
+        """Rows of each epoch counted so far."""
+        return [end - start for start, end in itertools.pairwise(self._first_row)]
 
     def key(self, index: int) -> RowKey | None:
         """The row at place `index` of the sequence, None past its end."""

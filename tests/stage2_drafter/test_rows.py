@@ -83,6 +83,28 @@ def test_rows_follow_from_seed_and_epoch_alone() -> None:
     assert [row.tolist() for row in one.epoch(0)] != [row.tolist() for row in make_schedule(seed=1).epoch(0)]
 
 
+def test_the_epoch_that_is_read_first_is_not_planned_again(planned: list[int]) -> None:
+    schedule, twin = make_schedule(epochs=6), make_schedule(epochs=None)
+    assert schedule.num_rows() == sum(len(twin.epoch(epoch)) for epoch in range(6))
+    del planned[:]
+    key = schedule.key(0)
+    assert key is not None and schedule.samples(key).tolist() == twin.epoch(0)[0].tolist()
+    assert planned == [0], "by the twin"
+
+
+def test_who_is_told_the_counts_plans_only_what_it_reads(planned: list[int]) -> None:
+    schedule = make_schedule(epochs=6)
+    total, counts = schedule.num_rows(), schedule.counted()
+    assert sorted(planned) == list(range(6)) and sum(counts) == total
+    told = RowSchedule(random_lengths(), np.arange(507), seed=0, row_tokens=256, epochs=7, counted=counts[:3])
+    del planned[:]
+    place = counts[0] + counts[1] + 5
+    assert told.key(place) == schedule.key(place) == RowKey(2, 5) and planned == []
+    assert told.samples(RowKey(2, 5)).tolist() == make_schedule().samples(RowKey(2, 5)).tolist()
+    assert planned == [2, 2]
+    assert told.num_rows() == total + len(schedule.epoch(6)) and told.counted()[:6] == counts
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_ranks_share_each_step_without_overlap_and_in_lock_step(world: int) -> None:
     schedule, alone = make_schedule(epochs=2), make_schedule(epochs=2)
