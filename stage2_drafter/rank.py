@@ -131,6 +131,7 @@ def run_rank(
             stop_requested,
             progress,
             measurement,
+            first_weights=checkpoint is None and config.init_from is None,
         )
         if checkpoint is not None:
             trainer.restore(checkpoint)

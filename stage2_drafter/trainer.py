@@ -58,7 +58,7 @@ from dflash_train.stage2_drafter.run_folder import Round, append_rounds
 from dflash_train.stage2_drafter.versions import package_versions
 from dflash_train.units import format_count
 
-RANDOM_RULE = "rows: (seed, 0, epoch); anchors: (seed, 1, epoch, row, held out); first weights: seed"
+RANDOM_RULE = "rows: (seed, 0, epoch); anchors: (seed, 1, epoch, row, held out); first weights: seed, kind of device"
 _NAMED_SAMPLES = 20
 
 
@@ -85,14 +85,21 @@ class Trainer:
         stop_requested: Callable[[], bool],
         progress: Progress = lambda event: None,
         measurement: Measurement | None = None,
+        first_weights: bool = True,
     ) -> None:
+        """first_weights: False leaves them unset, for `restore` or `start_from`."""
         self.run, self.config, self.rank = run, run.config, rank
         self.report = report if rank.rank == 0 else lambda line: None
         self.stop_requested = stop_requested
         self.versions = package_versions() if rank.rank == 0 else {}  # as they are now, not at the first checkpoint
         self.progress = progress
         self.measurement = measurement if rank.rank == 0 else None
-        self.drafter = Drafter(run.drafter_config, seed=self.config.seed, num_features=run.reader.encoding.num_features)
+        self.drafter = Drafter(
+            run.drafter_config,
+            seed=self.config.seed if first_weights else None,
+            num_features=run.reader.encoding.num_features,
+            device=rank.device,
+        )
         self.compiled = CompiledDrafter(
             self.drafter,
             device=rank.device,

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from dflash_train.errors import InputError
 from dflash_train.stage2_drafter.checkpoint import list_checkpoints, newest_checkpoint, round_to_bfloat16
 from dflash_train.stage2_drafter.config import TrainConfig
-from dflash_train.stage2_drafter.drafter import load_drafter
+from dflash_train.stage2_drafter.drafter import Drafter, load_drafter
 from dflash_train.stage2_drafter.loss import block_weights, dpace_weights
 from dflash_train.stage2_drafter.preparation import check_resume, prepare_ahead, prepare_run, resolve_mask_token
 from dflash_train.stage2_drafter.rank import run_rank
@@ -296,6 +296,25 @@ def test_a_start_plans_every_epoch_once_and_its_ranks_only_what_they_read(
     del planned[:]
     other = replace(counted, segments=["none"], epochs=[1] * 5)
     assert prepare_ahead(told, other).total_steps == 10 and len(planned) == 5, "counts of other segments are ignored"
+
+
+def test_weights_are_drawn_only_where_none_are_loaded(
+    make_store: MakeStore, make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[int] = []
+    initialize = Drafter.initialize
+
+    def draw(drafter: Drafter, generator: torch.Generator) -> None:
+        drawn.append(1)
+        initialize(drafter, generator)
+
+    monkeypatch.setattr(Drafter, "initialize", draw)
+    config = make_train_config(make_store(), steps=4)
+    run_here(config, stop_after=2)
+    assert drawn == [1]
+    run_here(config)
+    run_here(make_train_config(config.store, run="later", init_from=config.run, mask_token=None, steps=1))
+    assert drawn == [1]
 
 
 def test_exported_checkpoint_keeps_nothing_frozen(make_store: MakeStore, make_train_config: MakeConfig) -> None:
