@@ -19,7 +19,13 @@ from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.events import Progress, StepDone
 from dflash_train.stage2_drafter.follow import LedgerDiffers, segments_to_open
 from dflash_train.stage2_drafter.measurement import Measurement
-from dflash_train.stage2_drafter.preparation import check_resume, planned_segments, prepare_run
+from dflash_train.stage2_drafter.preparation import (
+    CountedRows,
+    PreparedRun,
+    check_resume,
+    prepare_ahead,
+    prepare_run,
+)
 from dflash_train.stage2_drafter.run_folder import (
     Round,
     read_ledger,
@@ -41,6 +47,7 @@ def train_rank(
     device: str,
     rendezvous: str,
     measurement: Measurement | None = None,
+    counted: CountedRows | None = None,
 ) -> None:
     """Body of one rank's process: ("line", text), ("step", StepDone), ("done", stopped) go up, "stop" comes down."""
     stop = threading.Event()  # nobody waits for it: the flag outlives the message
@@ -58,7 +65,9 @@ def train_rank(
         connection.send(("step", event))
 
     try:
-        stopped = run_rank(config, rank, world, device, rendezvous, report, stop_requested, progress, measurement)
+        stopped = run_rank(
+            config, rank, world, device, rendezvous, report, stop_requested, progress, measurement, counted
+        )
         connection.send(("done", stopped))
     except InputError as error:
         connection.send(("input_error", str(error)))
@@ -74,8 +83,13 @@ def run_rank(
     stop_requested: Callable[[], bool],
     progress: Progress = lambda event: None,
     measurement: Measurement | None = None,
+    counted: CountedRows | None = None,
 ) -> bool:
-    """Join the other ranks, agree on ledger and checkpoint, train; returns whether a stop signal ended it."""
+    """Join the other ranks, agree on ledger and checkpoint, train; returns whether a stop signal ended it.
+
+    counted: for the first rank, what its parent has found; without it the first rank counts, for all.
+    """
+    from dflash_train.stage2_drafter.row_forward import RowForward
     from dflash_train.stage2_drafter.trainer import Rank, Trainer
 
     device = torch.device(device_name)
@@ -90,25 +104,32 @@ def run_rank(
             backend = "nccl" if device.type == "cuda" else "gloo"
             torch.distributed.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world)
         agreed: dict[str, Any] = {}
+        run: PreparedRun | None = None
         if rank == 0:
             if config.consume is not None:
                 stack.enter_context(consumer_lock(config.store_folder))
             prune_checkpoints(config.run, config.keep)
             newest = newest_checkpoint(config.run)
-            agreed = _plan_following(config, newest) if config.follow else _plan_segments(config)
+            if config.follow:
+                agreed = _plan_following(config, newest)
+            else:
+                run = prepare_ahead(config, counted)
+                agreed = _plan_segments(run)
             agreed["checkpoint"] = None if newest is None else newest.path.name
         agreed = broadcast_json(agreed, device, world)
-        rounds = [Round.from_json(entry) for entry in agreed["rounds"]]
-        run = prepare_run(config, agreed["segments"], rounds, agreed["first_row"])
-        trainer = Trainer(
-            run, Rank(rank=rank, world=world, device=device), report, stop_requested, progress, measurement
-        )
+        if run is None:
+            rounds = [Round.from_json(entry) for entry in agreed["rounds"]]
+            counted = CountedRows(segments=agreed["segments"], epochs=agreed["epochs"])
+            run = prepare_run(config, agreed["segments"], rounds, agreed["first_row"], counted)
         checkpoint = check_resume(run)
         if (None if checkpoint is None else checkpoint.path.name) != agreed["checkpoint"]:
             raise InputError(
                 f"Rank {rank} sees another newest checkpoint in {config.run} than rank 0. "
                 "Use a run folder that all machines share."
             )
+        forward = RowForward(run, device, world, first_weights=checkpoint is None and config.init_from is None)
+        place = Rank(rank=rank, world=world, device=device)
+        trainer = Trainer(run, place, report, stop_requested, progress, measurement, forward)
         if checkpoint is not None:
             found = gather_flags(compiles_again, device, world)
             if rank == 0:
@@ -141,14 +162,12 @@ def _describe_caches(config: TrainConfig, compiles_again: list[bool], report: Ca
         )
 
 
-def _plan_segments(config: TrainConfig) -> dict[str, Any]:
-    """The segments that a run trains on, decided once."""
-    segments = planned_segments(config.run)
-    if segments is None:
-        segments = prepare_run(config).reader.segment_ids
-    if read_ledger(config.run) is None:
-        start_ledger(config.run, segments)
-    return {"segments": segments, "rounds": [], "first_row": 0}
+def _plan_segments(run: PreparedRun) -> dict[str, Any]:
+    """The segments that a run trains on, decided once, and what the first rank knows of their rows."""
+    segments = run.reader.segment_ids
+    if read_ledger(run.config.run) is None:
+        start_ledger(run.config.run, segments)
+    return {"segments": segments, "rounds": [], "first_row": 0, "epochs": run.schedule.counted()}
 
 
 def _plan_following(config: TrainConfig, newest: Checkpoint | None) -> dict[str, Any]:
@@ -162,4 +181,4 @@ def _plan_following(config: TrainConfig, newest: Checkpoint | None) -> dict[str,
         except LedgerDiffers:
             (config.run / "ledger.jsonl").unlink()
             return _plan_following(config, newest)
-    return {"segments": segments, "rounds": [entry.to_json() for entry in rounds], "first_row": first_row}
+    return {"segments": segments, "rounds": [entry.to_json() for entry in rounds], "first_row": first_row, "epochs": []}

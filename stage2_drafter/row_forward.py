@@ -22,11 +22,19 @@ from dflash_train.stage2_drafter.row_loader import Row
 
 
 class RowForward:
-    """The drafter with first weights, and all that a row's loss needs beside it; `world` ranks share its gradients."""
+    """The drafter, and all that a row's loss needs beside it; `world` ranks share its gradients.
 
-    def __init__(self, run: PreparedRun, device: torch.device, world: int = 1) -> None:
+    first_weights: False leaves the drafter's unset, for those that are loaded.
+    """
+
+    def __init__(self, run: PreparedRun, device: torch.device, world: int = 1, *, first_weights: bool = True) -> None:
         self.config, self.device, self.encoding = run.config, device, run.reader.encoding
-        self.drafter = Drafter(run.drafter_config, seed=self.config.seed, num_features=self.encoding.num_features)
+        self.drafter = Drafter(
+            run.drafter_config,
+            seed=self.config.seed if first_weights else None,
+            num_features=self.encoding.num_features,
+            device=device,
+        )
         self.compiled = CompiledDrafter(
             self.drafter,
             device=device,

@@ -12,6 +12,7 @@ counts rounds.
 Symbols: S tokens of a row, N samples.
 """
 
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -97,23 +98,37 @@ def plan_rows(lengths: np.ndarray, order: np.ndarray, row_tokens: int) -> list[n
 
     First fit over at most 16 open rows, the fullest of which is closed when another must be opened. Returns the sample
     indices of each row in the order in which they are laid out. Lengths must not exceed row_tokens.
+
+    A sample longer than the room in every row but the newest (of 500 tokens in rows of 8,192: four in five) is placed
+    without looking at those, which halves the time; the test compares with the plain search.
     """
-    rows: list[list[int]] = []
-    open_rows: list[tuple[int, list[int]]] = []  # (tokens left, samples), oldest first
-    for index in order.tolist():
-        length = int(lengths[index])
-        assert length <= row_tokens, "check_lengths was not applied"
-        for place, (left, samples) in enumerate(open_rows):
-            if length <= left:
-                samples.append(index)
-                open_rows[place] = (left - length, samples)
-                break
+    taken = lengths[order]
+    assert taken.max(initial=0) <= row_tokens, "check_lengths was not applied"
+    closed: list[list[int]] = []
+    older: list[list[int]] = []  # the open rows but the newest, oldest first; `rooms`: tokens left in each
+    rooms: list[int] = []
+    newest: list[int] = []
+    room, most_room = row_tokens, -1  # in the newest; the largest of `rooms`
+    for index, length in zip(order.tolist(), taken.tolist(), strict=True):
+        if length <= most_room:
+            for place, left in enumerate(rooms):
+                if length <= left:
+                    older[place].append(index)
+                    rooms[place] = left - length
+                    break
+            most_room = max(rooms)
+        elif length <= room:
+            newest.append(index)
+            room -= length
         else:
-            if len(open_rows) == _OPEN_ROWS:
-                fullest = min(range(_OPEN_ROWS), key=lambda place: open_rows[place][0])
-                rows.append(open_rows.pop(fullest)[1])
-            open_rows.append((row_tokens - length, [index]))
-    rows.extend(samples for _, samples in open_rows)
+            older.append(newest)
+            rooms.append(room)
+            if len(rooms) == _OPEN_ROWS:
+                fullest = rooms.index(min(rooms))
+                del rooms[fullest]
+                closed.append(older.pop(fullest))
+            newest, room, most_room = [index], row_tokens - length, max(rooms)
+    rows = [*closed, *older, newest] if newest else []
     return [np.asarray(samples, dtype=np.int64) for samples in rows]
 
 
@@ -127,15 +142,23 @@ def plan_epoch(lengths: np.ndarray, training: np.ndarray, seed: int, epoch: int,
 class RowSchedule:
     """The endless (or `epochs` long) sequence of training rows, and who takes which in every optimizer step.
 
-    lengths: int64 [N] of all samples, as check_lengths gave them; training: the indices that may be trained on.
+    lengths: int64 [N] of all samples, as check_lengths gave them; training: the indices that may be trained on; counted:
+    rows of the first epochs, where another process has counted them.
     """
 
     def __init__(
-        self, lengths: np.ndarray, training: np.ndarray, *, seed: int, row_tokens: int, epochs: int | None
+        self,
+        lengths: np.ndarray,
+        training: np.ndarray,
+        *,
+        seed: int,
+        row_tokens: int,
+        epochs: int | None,
+        counted: Sequence[int] = (),
     ) -> None:
         self._lengths, self._training, self._seed, self._row_tokens = lengths, training, seed, row_tokens
         self._epochs = epochs
-        self._first_row = [0]  # of each epoch planned so far, and of the next one
+        self._first_row = [0, *itertools.accumulate(counted)]  # of each epoch counted so far, and of the next one
         self._plans: dict[int, list[np.ndarray]] = {}
 
     def epoch(self, epoch: int) -> list[np.ndarray]:
@@ -151,9 +174,15 @@ class RowSchedule:
     def num_rows(self) -> int:
         """Rows of all epochs together; only where the number of epochs is given."""
         assert self._epochs is not None
-        while len(self._first_row) <= self._epochs:
-            self._first_row.append(self._first_row[-1] + len(self.epoch(len(self._first_row) - 1)))
+        epochs = range(len(self._first_row) - 1, self._epochs)
+        counts = [len(self.epoch(epoch)) for epoch in reversed(epochs)]  # the first is kept: it is read next
+        for count in reversed(counts):
+            self._first_row.append(self._first_row[-1] + count)
         return self._first_row[self._epochs]
+
+    def counted(self) -> list[int]:
+        """Rows of each epoch counted so far."""
+        return [end - start for start, end in itertools.pairwise(self._first_row)]
 
     def key(self, index: int) -> RowKey | None:
         """The row at place `index` of the sequence, None past its end."""

@@ -25,6 +25,7 @@ from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.events import Progress
 from dflash_train.stage2_drafter.measurement import Measurement
 from dflash_train.stage2_drafter.preparation import (
+    CountedRows,
     PreparedRun,
     check_initial_weights,
     check_resume,
@@ -117,7 +118,7 @@ def train(
     _describe(run, checkpoint, devices, report)
     for line in lines:
         report(line)
-    stopped = _follow(config, devices, report, progress, measurement)
+    stopped = _follow(config, devices, report, progress, measurement, run.counted())
     result = _result(config, prepare_ahead(config).total_steps if config.follow else run.total_steps, stopped)
     if stopped:
         report(f"stopped at step {result.step} of {result.total_steps}; run again to go on")
@@ -165,10 +166,11 @@ def _follow(
     report: Report,
     progress: Progress,
     measurement: Measurement | None,
+    counted: CountedRows,
 ) -> bool:
     """Start the ranks and pass on what they say until all have ended; returns whether they were stopped."""
     with rendezvous_file() as rendezvous:
-        return _follow_ranks(config, devices, report, progress, measurement, rendezvous.as_uri())
+        return _follow_ranks(config, devices, report, progress, measurement, counted, rendezvous.as_uri())
 
 
 def _follow_ranks(
@@ -177,6 +179,7 @@ def _follow_ranks(
     report: Report,
     progress: Progress,
     measurement: Measurement | None,
+    counted: CountedRows,
     rendezvous: str,
 ) -> bool:
     world = len(devices)
@@ -188,6 +191,7 @@ def _follow_ranks(
             "device": device.torch_device,
             "rendezvous": rendezvous,
             "measurement": measurement if rank == 0 else None,
+            "counted": counted if rank == 0 else None,
         }
         for rank, device in enumerate(devices)
     ]
@@ -256,8 +260,7 @@ def _train_under_torchrun(
         stopped = run_rank(
             config, place.rank, place.world, device, "env://", report, stop.is_set, progress, measurement
         )
-    total = prepare_ahead(config).total_steps
-    result = _result(config, total, stopped)
+    result = _result(config, prepare_ahead(config).total_steps if config.follow else config.steps, stopped)
     if stopped:
         report(f"stopped at step {result.step} of {result.total_steps}; run again to go on")
     return result
@@ -336,14 +339,16 @@ def _describe_resume(checkpoint: Checkpoint | None, report: Report) -> None:
         report(f"going on from {checkpoint.path}")
 
 
-def _result(config: TrainConfig, total_steps: int, stopped: bool) -> TrainResult:
+def _result(config: TrainConfig, total_steps: int | None, stopped: bool) -> TrainResult:
+    """How the run ended; total_steps is None where rows must be counted for it: then it is the newest checkpoint's."""
     checkpoint = newest_checkpoint(config.run)
     assert checkpoint is not None, "training ends with a checkpoint"
+    state = checkpoint.state()
     return TrainResult(
         run=config.run,
         step=checkpoint.step,
-        total_steps=max(total_steps, checkpoint.step),
+        total_steps=max(state.total_steps if total_steps is None else total_steps, checkpoint.step),
         stopped=stopped,
         checkpoint=checkpoint.path,
-        evaluation=checkpoint.state().evaluation,
+        evaluation=state.evaluation,
     )

@@ -52,7 +52,7 @@ from dflash_train.stage2_drafter.run_folder import Round, append_rounds
 from dflash_train.stage2_drafter.versions import package_versions
 from dflash_train.units import format_count
 
-RANDOM_RULE = "rows: (seed, 0, epoch); anchors: (seed, 1, epoch, row, held out); first weights: seed"
+RANDOM_RULE = "rows: (seed, 0, epoch); anchors: (seed, 1, epoch, row, held out); first weights: seed, kind of device"
 _NAMED_SAMPLES = 20
 
 
@@ -82,6 +82,7 @@ class Trainer:
         measurement: Measurement | None = None,
         forward: RowForward | None = None,
     ) -> None:
+        """forward: its drafter with first weights, or with none where `restore` or `start_from` follows. None: made here."""
         self.run, self.config, self.rank = run, run.config, rank
         self.report = report if rank.rank == 0 else lambda line: None
         self.stop_requested = stop_requested

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dflash_train.stage2_drafter import rows
 from dflash_train.stage2_drafter.blocks import Blocks, document_positions, make_blocks, sample_anchors
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.drafter import DrafterConfig
@@ -52,6 +53,20 @@ def compiler_left_as_found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         function()
     torch._functorch.config.activation_memory_budget = 1.0
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The epochs that this process has planned since the test began."""
+    epochs: list[int] = []
+    plan_epoch = rows.plan_epoch
+
+    def plan(lengths: np.ndarray, training: np.ndarray, seed: int, epoch: int, row_tokens: int) -> list[np.ndarray]:
+        epochs.append(epoch)
+        return plan_epoch(lengths, training, seed, epoch, row_tokens)
+
+    monkeypatch.setattr(rows, "plan_epoch", plan)
+    return epochs
 
 
 @dataclass

@@ -107,6 +107,16 @@ def test_weights_depend_on_the_seed_alone(make_config: Any) -> None:
     assert torch.equal(state, torch.get_rng_state()), "the global generator is left alone"
 
 
+def test_weights_are_made_on_their_device(make_config: Any) -> None:
+    """`meta` stands for a GPU: it shows the place, and the CPU the numbers."""
+    drafter = Drafter(make_config(), seed=None, device="meta")
+    assert {parameter.device.type for parameter in drafter.parameters()} == {"meta"}
+    twin = Drafter(make_config(), seed=None)
+    twin.initialize(torch.Generator().manual_seed(7))
+    made = Drafter(make_config(), seed=7, device=torch.device("cpu"))
+    assert all(torch.equal(one, two) for one, two in zip(twin.parameters(), made.parameters(), strict=True))
+
+
 def test_rotary_positions_survive_a_cast_to_bf16(make_config: Any) -> None:
     drafter = Drafter(make_config(rope_theta=1e6))
     positions = torch.tensor([[0, 1, 40_000]])

@@ -39,6 +39,35 @@ def test_every_sample_is_in_exactly_one_row_and_rows_are_full() -> None:
     assert lengths.sum() / (256 * len(rows)) > 0.95
 
 
+def first_fit(lengths: np.ndarray, order: np.ndarray, row_tokens: int) -> list[list[int]]:
+    """The slow twin: every open row is looked at, oldest first; of 16 the fullest is closed, of equal ones the oldest."""
+    rows: list[list[int]] = []
+    open_rows: list[list[int]] = []
+
+    def room(row: list[int]) -> int:
+        return row_tokens - int(lengths[row].sum())
+
+    for index in order.tolist():
+        fitting = [row for row in open_rows if lengths[index] <= room(row)]
+        if fitting:
+            fitting[0].append(index)
+            continue
+        if len(open_rows) == 16:
+            rows.append(open_rows.pop(int(np.argmin([room(row) for row in open_rows]))))
+        open_rows.append([index])
+    return rows + open_rows
+
+
+@pytest.mark.parametrize(("longest", "row_tokens"), [(100, 100), (100, 256), (7, 256), (30, 31), (1, 5)])
+def test_rows_are_those_of_the_plain_first_fit(longest: int, row_tokens: int) -> None:
+    for seed, count in enumerate((1, 15, 16, 17, 100, 507)):
+        rng = np.random.default_rng(seed)
+        lengths, order = rng.integers(0, longest + 1, count), rng.permutation(count)
+        rows = plan_rows(lengths, order, row_tokens)
+        assert [row.tolist() for row in rows] == first_fit(lengths, order, row_tokens)
+        assert all(row.dtype == np.int64 for row in rows)
+
+
 @pytest.mark.parametrize("lengths", [[], [7], [256, 256, 1], [100, 100, 100, 7, 49, 156]])
 def test_packing_of_odd_sets(lengths: list[int]) -> None:
     rows = plan_rows(np.array(lengths, dtype=np.int64), np.arange(len(lengths)), 256)
@@ -53,6 +82,28 @@ def test_rows_follow_from_seed_and_epoch_alone() -> None:
         assert [row.tolist() for row in one.epoch(epoch)] == [row.tolist() for row in two.epoch(epoch)]
     assert [row.tolist() for row in one.epoch(0)] != [row.tolist() for row in one.epoch(1)]
     assert [row.tolist() for row in one.epoch(0)] != [row.tolist() for row in make_schedule(seed=1).epoch(0)]
+
+
+def test_the_epoch_that_is_read_first_is_not_planned_again(planned: list[int]) -> None:
+    schedule, twin = make_schedule(epochs=6), make_schedule(epochs=None)
+    assert schedule.num_rows() == sum(len(twin.epoch(epoch)) for epoch in range(6))
+    del planned[:]
+    key = schedule.key(0)
+    assert key is not None and schedule.samples(key).tolist() == twin.epoch(0)[0].tolist()
+    assert planned == [0], "by the twin"
+
+
+def test_who_is_told_the_counts_plans_only_what_it_reads(planned: list[int]) -> None:
+    schedule = make_schedule(epochs=6)
+    total, counts = schedule.num_rows(), schedule.counted()
+    assert sorted(planned) == list(range(6)) and sum(counts) == total
+    told = RowSchedule(random_lengths(), np.arange(507), seed=0, row_tokens=256, epochs=7, counted=counts[:3])
+    del planned[:]
+    place = counts[0] + counts[1] + 5
+    assert told.key(place) == schedule.key(place) == RowKey(2, 5) and planned == []
+    assert told.samples(RowKey(2, 5)).tolist() == make_schedule().samples(RowKey(2, 5)).tolist()
+    assert planned == [2, 2]
+    assert told.num_rows() == total + len(schedule.epoch(6)) and told.counted()[:6] == counts
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])

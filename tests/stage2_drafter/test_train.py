@@ -22,9 +22,9 @@ from dflash_train.stage2_drafter import rank as ranks
 from dflash_train.stage2_drafter import train as training
 from dflash_train.stage2_drafter.checkpoint import list_checkpoints, newest_checkpoint, round_to_bfloat16
 from dflash_train.stage2_drafter.config import TrainConfig
-from dflash_train.stage2_drafter.drafter import load_drafter
+from dflash_train.stage2_drafter.drafter import Drafter, load_drafter
 from dflash_train.stage2_drafter.loss import block_weights, dpace_weights
-from dflash_train.stage2_drafter.preparation import check_resume, prepare_run, resolve_mask_token
+from dflash_train.stage2_drafter.preparation import check_resume, prepare_ahead, prepare_run, resolve_mask_token
 from dflash_train.stage2_drafter.rank import run_rank
 from dflash_train.stage2_drafter.rows import RowKey
 from dflash_train.stage2_drafter.run_folder import read_ledger, read_metrics
@@ -359,6 +359,46 @@ def test_epochs_end_the_run_after_every_sample_was_seen(make_store: MakeStore, m
     config = make_train_config(make_store(), steps=None, epochs=2, holdout=0.0)
     run_here(config)
     assert sum(line["tokens"] for line in read_metrics(config.run)) == 2 * (23 + 31 + 9 + 40 + 17 + 28 + 12 + 36)
+
+
+def test_a_start_plans_every_epoch_once_and_its_ranks_only_what_they_read(
+    make_store: MakeStore, make_train_config: MakeConfig, planned: list[int]
+) -> None:
+    """Epochs of 4 rows, 2 steps each; without a parent, as under torchrun, the first rank counts."""
+    store = make_store(lengths=(40,) * 4)
+    options: dict[str, Any] = {"steps": None, "epochs": 5, "holdout": 0.0, "read_ahead": 2}
+    alone, told = make_train_config(store, **options), make_train_config(store, run="told", **options)
+    run_here(alone, stop_after=1)
+    assert sorted(planned) == [0, 1, 2, 3, 4]
+    counted = prepare_ahead(told).counted()
+    assert counted.epochs == [4] * 5
+    del planned[:]
+    stopped = run_rank(told, 0, 1, "cpu", "", lambda line: None, lambda: True, counted=counted)
+    assert stopped and set(planned) <= {0, 1} and len(set(planned)) == len(planned), "the loader reads ahead"
+    assert read_ledger(told.run) == counted.segments
+    assert curve(told.run) == curve(alone.run)
+    del planned[:]
+    other = replace(counted, segments=["none"], epochs=[1] * 5)
+    assert prepare_ahead(told, other).total_steps == 10 and len(planned) == 5, "counts of other segments are ignored"
+
+
+def test_weights_are_drawn_only_where_none_are_loaded(
+    make_store: MakeStore, make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[int] = []
+    initialize = Drafter.initialize
+
+    def draw(drafter: Drafter, generator: torch.Generator) -> None:
+        drawn.append(1)
+        initialize(drafter, generator)
+
+    monkeypatch.setattr(Drafter, "initialize", draw)
+    config = make_train_config(make_store(), steps=4)
+    run_here(config, stop_after=2)
+    assert drawn == [1]
+    run_here(config)
+    run_here(make_train_config(config.store, run="later", init_from=config.run, mask_token=None, steps=1))
+    assert drawn == [1]
 
 
 def test_exported_checkpoint_keeps_nothing_frozen(make_store: MakeStore, make_train_config: MakeConfig) -> None:

@@ -10,7 +10,7 @@ import torch
 from dflash_train.errors import InputError
 from dflash_train.stage2_drafter.checkpoint import newest_checkpoint
 from dflash_train.stage2_drafter.config import TrainConfig
-from dflash_train.stage2_drafter.drafter import load_drafter
+from dflash_train.stage2_drafter.drafter import Drafter, DrafterConfig, load_drafter
 from dflash_train.stage2_drafter.run_folder import read_metrics
 from dflash_train.stage2_drafter.train import train
 
@@ -40,6 +40,14 @@ def test_trains_compiled_once_and_goes_on(wide_store: Path, make_train_config: C
     assert checkpoint is not None
     load_drafter(checkpoint.path)
     assert {tensor.dtype for tensor in checkpoint.masters().values()} == {torch.float32}
+
+
+def test_first_weights_are_drawn_on_the_gpu_by_the_seed(make_config: Callable[..., DrafterConfig]) -> None:
+    one, two, other = (Drafter(make_config(), seed=seed, device="cuda") for seed in (7, 7, 8))
+    assert all(parameter.is_cuda for parameter in one.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert not torch.equal(one.fc.weight, other.fc.weight)
+    assert one.fc.weight.std().item() == pytest.approx(0.02, rel=0.05)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
