@@ -84,10 +84,12 @@ def run_rank(
     progress: Progress = lambda event: None,
     measurement: Measurement | None = None,
     counted: CountedRows | None = None,
+    announce: Callable[[PreparedRun, Checkpoint | None], None] = lambda run, checkpoint: None,
 ) -> bool:
     """Join the other ranks, agree on ledger and checkpoint, train; returns whether a stop signal ended it.
 
-    counted: for the first rank, what its parent has found; without it the first rank counts, for all.
+    counted: for the first rank, what its parent has found; without it the first rank counts, for all. announce: called
+    by the first rank before anything is loaded; it may refuse the run.
     """
     from dflash_train.stage2_drafter.row_forward import RowForward
     from dflash_train.stage2_drafter.trainer import Rank, Trainer
@@ -127,6 +129,8 @@ def run_rank(
                 f"Rank {rank} sees another newest checkpoint in {config.run} than rank 0. "
                 "Use a run folder that all machines share."
             )
+        if rank == 0:
+            announce(run, checkpoint)
         forward = RowForward(run, device, world, first_weights=checkpoint is None and config.init_from is None)
         place = Rank(rank=rank, world=world, device=device)
         trainer = Trainer(run, place, report, stop_requested, progress, measurement, forward)

@@ -105,6 +105,7 @@ def train(
             check_initial_weights(run)
         check_disk_space(config.run, _num_parameters(run), config.keep)
         lines = [] if measurement is None else measurement.check(run)
+    where = ", ".join(device.label for device in devices)
     done = checkpoint is not None and checkpoint.step >= run.total_steps and _is_closed(run)
     if checkpoint is not None and done and not _removals_left(run, checkpoint.step):
         more = (
@@ -115,7 +116,7 @@ def train(
     if config.consume is not None:
         with consumer_lock(config.store_folder):  # only to refuse early: the first rank holds it while it trains
             pass
-    _describe(run, checkpoint, devices, report)
+    _describe(run, checkpoint, where, report)
     for line in lines:
         report(line)
     stopped = _follow(config, devices, report, progress, measurement, run.counted())
@@ -256,9 +257,29 @@ def _train_under_torchrun(
     device = f"cuda:{place.local_rank}" if torch.cuda.is_available() else "cpu"
     if config.follow and not _await_store(config.store_folder, report):
         return TrainResult(run=config.run, step=0, total_steps=0, stopped=True, checkpoint=None, evaluation=None)
+
+    def announce(run: PreparedRun, checkpoint: Checkpoint | None) -> None:
+        """What `train` checks and says before it starts ranks of its own."""
+        if checkpoint is None:
+            check_initial_weights(run)
+        check_disk_space(config.run, _num_parameters(run), config.keep)
+        lines = [] if measurement is None else measurement.check(run)
+        _describe(run, checkpoint, f"{format_count(place.world, 'rank')} of torchrun", report)
+        for line in lines:
+            report(line)
+
     with stop_signals() as stop:
         stopped = run_rank(
-            config, place.rank, place.world, device, "env://", report, stop.is_set, progress, measurement
+            config,
+            place.rank,
+            place.world,
+            device,
+            "env://",
+            report,
+            stop.is_set,
+            progress,
+            measurement,
+            announce=announce,
         )
     result = _result(config, prepare_ahead(config).total_steps if config.follow else config.steps, stopped)
     if stopped:
@@ -277,16 +298,16 @@ def _num_parameters(run: PreparedRun) -> int:
     )
 
 
-def _describe(run: PreparedRun, checkpoint: Checkpoint | None, devices: list[Device], report: Report) -> None:
+def _describe(run: PreparedRun, checkpoint: Checkpoint | None, where: str, report: Report) -> None:
     config, reader = run.config, run.reader
     if run.following is not None:
-        _describe_following(run, checkpoint, devices, report)
+        _describe_following(run, checkpoint, where, report)
         return
     total = len(reader.samples)
     report(
         f"{format_count(run.num_training, 'sample')} to train on and {total - run.num_training} held out, in rows of "
         f"{config.row_tokens} tokens with {config.anchors} anchors; {format_count(run.total_steps, 'step')} of "
-        f"{format_count(config.rows_per_step, 'row')} on {', '.join(device.label for device in devices)}; mask token {run.drafter_config.mask_token_id}"
+        f"{format_count(config.rows_per_step, 'row')} on {where}; mask token {run.drafter_config.mask_token_id}"
     )
     stores = (config.store, *config.more_stores)
     newer = sum(len(list_segments(store)) for store in stores if isinstance(store, Path)) - len(reader.segment_ids)
@@ -314,7 +335,7 @@ def _describe_consumed(run: PreparedRun, report: Report) -> None:
         )
 
 
-def _describe_following(run: PreparedRun, checkpoint: Checkpoint | None, devices: list[Device], report: Report) -> None:
+def _describe_following(run: PreparedRun, checkpoint: Checkpoint | None, where: str, report: Report) -> None:
     config, plan = run.config, read_plan(run.config.store_folder)
     data = (
         "a store without a plan" if plan is None else f"a store of {plan.samples:,} samples when its extract has ended"
@@ -328,7 +349,7 @@ def _describe_following(run: PreparedRun, checkpoint: Checkpoint | None, devices
     )
     report(
         f"following {data}, {ends}; rows of {config.row_tokens} tokens with {config.anchors} anchors, "
-        f"{format_count(config.rows_per_step, 'row')} a step on {', '.join(device.label for device in devices)}; mask token "
+        f"{format_count(config.rows_per_step, 'row')} a step on {where}; mask token "
         f"{run.drafter_config.mask_token_id}"
     )
     _describe_resume(checkpoint, report)

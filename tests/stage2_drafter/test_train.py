@@ -495,15 +495,19 @@ def test_dead_rank_ends_the_run_with_its_last_words(make_store: MakeStore, make_
 
 def test_torchrun_gives_the_ranks(make_store: MakeStore, make_train_config: MakeConfig, tmp_path: Path) -> None:
     store = make_store()
-    config, alone = make_train_config(store, steps=2), make_train_config(store, run="alone", steps=2)
+    config = make_train_config(store, steps=2, schedule="constant")
+    alone = make_train_config(store, run="alone", steps=2, schedule="constant")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, str(script), json.dumps(config.to_json())], check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("step 2 of 2") == 1
+    said = []
+    for steps in (1, 2):
+        words = [*launcher, str(script), json.dumps(replace(config, steps=steps).to_json())]
+        done = subprocess.run(words, check=False, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    assert "samples to train on" in said[0] and "on 2 ranks of torchrun; mask token" in said[0]
+    assert said[1].count("going on from") == said[1].count("step 2 of 2") == 1
     run_here(alone)
     for one, two in zip(curve(alone.run), curve(config.run), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
