@@ -219,6 +219,8 @@ class Trainer:
                     self._evaluate_and_log(log)
                 self.save()
             self._consume()  # also what a run that was killed after its last checkpoint left
+        if following is not None and not stopped and config.holdout > 0 and not self.run.holdout.rows:
+            self.report(f"--holdout {config.holdout} has held out none of these samples, so nothing was evaluated")
         closing_line = self.forward.compiled.closing_line(self.step - first)
         if closing_line is not None:
             self.report(closing_line)
