@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -201,8 +201,9 @@ def leave_process(status: int) -> NoReturn:
     The interpreter's own way out takes torch apart under threads that still run: one end in some 75 of a gloo group was
     an abort, «terminate called without an active exception», with torch 2.13, and others hung.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads it any more, or its disk is full
+            stream.flush()
     os._exit(status)
 
 
