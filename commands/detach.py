@@ -149,7 +149,7 @@ def _detach(name: str, parameters: Mapping[str, Any], folder: Path, logs: Path) 
         nonlocal said
         if time.monotonic() - said >= _SAY_SECONDS:
             said = time.monotonic()
-            say(f"still starting, for {said - began:.0f} s: {_last_line(log)}")
+            say(f"still starting, for {said - began:.0f} s: {_last_line(log) or 'its log has no line yet'}")
 
     try:
         state = await_first_progress(popen, folder / "state.json", waiting)

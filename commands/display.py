@@ -178,6 +178,8 @@ class TrainView(RunView):
             acceptance = _number(values["acceptance_length"], ".3f")
             lines.curve("acceptance", self._acceptance, acceptance, f"estimated, teacher-forced{_real(step)}")
             waiting = f"{values['wait_share']:.0%} of the time waiting for data"
+            if values.get("store_wait_seconds", 0.0) >= 0.5:
+                waiting += f" and {values['store_wait_seconds']:.0f} s for the store"
             lines.curve("speed", self._speed, f"{values['tokens_per_second']:,.0f} tokens/s", waiting)
         lines.end(*self._times(left))
         return lines

@@ -33,6 +33,8 @@ def logs(folder: Path, follow: bool, lines: int, workers: bool) -> None:
     state = read_state(path)
     own = None if state.log is None else Path(state.log)
     files = worker_logs(state) if workers or own is None or not own.is_file() else [own]
+    if own is not None and not own.is_file() and not workers:
+        click.echo(f"Its own log {own} is not there any more; these are its processes'.", err=True)
     if not files:
         raise InputError(f"The run has left no log in {state.worker_logs}; its lines went to the terminal it runs in.")
     ends: dict[Path, int] = {}
@@ -74,6 +76,8 @@ def _print_last(file: Path, count: int) -> int:
         stream.seek(max(0, size - 2**20))
         content = stream.read(min(size, 2**20))
     lines = content.decode(errors="replace").splitlines(keepends=True)
+    if not lines:
+        click.echo("(empty)", err=True)
     click.echo("".join(lines[-count:] if count > 0 else []), nl=False)
     return size
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +134,10 @@ def train_drafter(gpus: str | None, allow_busy_gpus: bool, stores: tuple[Path, .
     from dflash_train.stage2_drafter.config import TrainConfig
 
     first, *others = stores
-    config = TrainConfig(store=first, more_stores=tuple(others), devices=gpus, **fields)
     context = click.get_current_context()
+    for other in ("init_from", "drafter_config"):
+        _refuse_beside(context, other, fields)
+    config = TrainConfig(store=first, more_stores=tuple(others), devices=gpus, **fields)
     check_start(gpus=gpus, run=config.run, allow_busy_gpus=allow_busy_gpus)
     from dflash_train.commands.display import TrainView
     from dflash_train.stage2_drafter.train import train
@@ -162,3 +165,15 @@ def train_drafter(gpus: str | None, allow_busy_gpus: bool, stores: tuple[Path, .
         message = "no step was run: the store was not there yet"
     current_recorder().end("stopped" if result.stopped else "finished", message)
     click.echo(message)
+
+
+def _refuse_beside(context: click.Context, source: str, fields: Mapping[str, Any]) -> None:
+    """Refuse options on the command line that the drafter of `source` (init_from, drafter_config) has already decided."""
+    typed = click.core.ParameterSource.COMMANDLINE
+    given = [name for name in ("num_layers", "block_size") if context.get_parameter_source(name) is typed]
+    if fields[source] is not None and given:
+        options = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise click.UsageError(
+            f"{options} cannot be chosen beside --{source.replace('_', '-')}, whose drafter has them already: leave "
+            f"{'it' if len(given) == 1 else 'them'} out."
+        )

@@ -30,12 +30,12 @@ MIN_CAPABILITY = (8, 9)
 def check_fp8(device: torch.device, weights: Iterable[Tensor]) -> None:
     """Raise InputError where the device has no e4m3 products, or a weight's shape does not suit them."""
     if device.type != "cuda":
-        raise InputError(f"--precision fp8 needs a GPU of the Hopper class or later, not {device.type}; use bf16.")
+        raise InputError(f"--precision fp8 needs a GPU of the Hopper class or later, not {device.type}; leave it out.")
     if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         raise InputError(
             f"--precision fp8 needs compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or higher; "
             f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, torch.cuda.get_device_capability(device)))}. "
-            "Use bf16."
+            "Leave it out."
         )
     for weight in weights:
         if any(width % MULTIPLE for width in weight.shape):

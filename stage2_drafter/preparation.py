@@ -36,6 +36,10 @@ from dflash_train.store.mask_token import default_mask_token, mask_token_wanted
 from dflash_train.store.plan import read_plan
 from dflash_train.store.reader import StoreReader
 
+DRAFTER_OPTIONS = {"num_hidden_layers": "--num-layers", "block_size": "--block-size", "mask_token_id": "--mask-token"}
+"""Options that make an entry of the drafter's config."""
+FOLLOWS_FROM_LAYERS = ("layer_types", "max_window_layers")
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
@@ -164,18 +168,25 @@ def check_resume(run: PreparedRun) -> Checkpoint | None:
             f"the ledger lists {len(run.reader.segment_ids)} segments, the checkpoint {len(state.segments)}, and not the "
             f"same (delete {run.config.run / 'ledger.jsonl'} to take the checkpoint's)"
         )
-    now, then = _flat(run.drafter_config.to_json()), _flat(state.drafter)
-    differences += [
-        f"{name} of the drafter is {now.get(name)}, the checkpoint has {value}"
-        for name, value in then.items()
-        if now.get(name) != value
-    ]
+    differences += _drafter_differences(run.config, _flat(run.drafter_config.to_json()), _flat(state.drafter))
     if differences:
         raise InputError(
             f"{checkpoint.path} cannot be resumed with these options: {'; '.join(differences)}. "
             "Give the options the run began with, or another --run folder."
         )
     return checkpoint
+
+
+def _drafter_differences(config: TrainConfig, now: dict[str, Any], then: dict[str, Any]) -> list[str]:
+    """What differs between two drafters: by option where options made them, and then without what follows from these."""
+    differing = [name for name, value in then.items() if now.get(name) != value]
+    options = DRAFTER_OPTIONS if config.drafter_config is None and config.init_from is None else {}
+    if "num_hidden_layers" in differing and "num_hidden_layers" in options:
+        differing = [name for name in differing if name not in FOLLOWS_FROM_LAYERS]
+    return [
+        f"{options.get(name, f'{name} of the drafter')} is {now.get(name)}, the checkpoint has {then[name]}"
+        for name in differing
+    ]
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,8 @@ def run_lock(run: Path) -> Iterator[None]:
     try:
         if (holder := take_lock(descriptor, run / "lock")) is not None:
             raise InputError(
-                f"{run} is in use by process {holder}, which trains there. Stop it, or give another --run folder."
+                f"{run} is in use by process {holder}, which trains there. End it with `dflash stop {run}`, or give "
+                "another --run folder."
             )
         yield
     finally:

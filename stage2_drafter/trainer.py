@@ -241,6 +241,8 @@ class Trainer:
                     self._evaluate_and_log(log)
                 self.save()
             self._consume()  # also what a run that was killed after its last checkpoint left
+        if following is not None and not stopped and config.holdout > 0 and not self.run.holdout.rows:
+            self.report(f"--holdout {config.holdout} has held out none of these samples, so nothing was evaluated")
         may_go_on = following is not None and config.steps is None and not following.schedule.closed
         return stopped and (may_go_on or self.step < self.total_steps)
 

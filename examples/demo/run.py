@@ -5,6 +5,7 @@ layers learns to draft those answers. The conversations are the target's own ans
 made); the acceptance length is measured on pairs of units that never occur among them. Output goes to ./demo.
 """
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -74,6 +75,7 @@ def evaluate(run: Path, result: Path, *options: str) -> tuple[dict[str, Any], fl
 
 def main() -> None:
     """Run the five commands and print the table."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     start = time.monotonic()
     OUT.mkdir(exist_ok=True)
     unpack_target()
@@ -117,4 +119,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -46,6 +46,7 @@ TRAIN = (
     "train-drafter --store store.zarr --run new --gpus cpu --num-layers 1 --block-size 4 --row-tokens 128 --anchors 16 "
     "--rows-per-step 1 --holdout 0 --mask-token <|mask|> --steps 1"
 )
+FROM = TRAIN.replace(" --num-layers 1 --block-size 4", "")  # the drafter to start from has these
 RESUME = TRAIN.replace("--run new", "--run run")
 EVALUATE = (
     "evaluate --target target --drafter run --data rows.jsonl --gpus cpu --max-prompts 1 --max-new-tokens 4 "
@@ -1512,32 +1513,38 @@ CASES: dict[str, list[Case]] = {
         ),
         Case(
             "a drafter to start from that is not there",
-            f"{TRAIN} --init-from no",
+            f"{FROM} --init-from no",
             1,
             "no is no folder; give a drafter's folder or the run folder of `dflash train-drafter`.",
         ),
         Case(
             "a target to start from",
-            f"{TRAIN} --init-from target",
+            f"{FROM} --init-from target",
             1,
             "The drafter's config.json has no dflash_config; this is no DFlash checkpoint in z-lab's format. Give the config.json of one.",
         ),
         Case(
+            "a drafter to start from with layers chosen beside",
+            f"{FROM} --init-from run --num-layers 3",
+            2,
+            "--num-layers cannot be chosen beside --init-from, whose drafter has them already: leave it out.",
+        ),
+        Case(
             "a drafter to start from with its geometry given beside",
-            f"{TRAIN} --init-from run --drafter-config {CHECKPOINT}/config.json",
+            f"{FROM} --init-from run --drafter-config {CHECKPOINT}/config.json",
             1,
             "Both --drafter-config run/checkpoints/step-00000001/config.json and --init-from run are given, but the drafter that the weights come from has a config.json of its own. Give one of the two.",
         ),
         Case(
             "a drafter to start from with layers that its config lacks",
-            f"{TRAIN} --init-from run",
+            f"{FROM} --init-from run",
             1,
             "--init-from run/checkpoints/step-00000001 does not fit its config.json: layers.0.mlp.down_proj.weight is [32, 64], wanted [32, 128]; layers.0.mlp.gate_proj.weight is [64, 32], wanted [128, 32]; layers.0.mlp.up_proj.weight is [64, 32], wanted [128, 32]. Give a drafter that was exported whole.",
             edit_json(CHECKPOINT / "config.json", intermediate_size=128),
         ),
         Case(
             "going on with a drafter to start from",
-            f"{RESUME} --init-from run --steps 2",
+            f"{FROM.replace('--run new', '--run run')} --init-from run --steps 2",
             1,
             "run/checkpoints/step-00000001 cannot be resumed with these options: --init-from is run, the checkpoint has None. Give the options the run began with, or another --run folder.",
         ),
@@ -1549,67 +1556,67 @@ CASES: dict[str, list[Case]] = {
         ),
         Case(
             "a drafter config that is not there",
-            f"{TRAIN} --drafter-config no.json",
+            f"{FROM} --drafter-config no.json",
             1,
             "--drafter-config no.json cannot be read: [Errno 2] No such file or directory: 'no.json'. Give a drafter's config.json in z-lab's format.",
         ),
         Case(
             "a drafter config that is a folder",
-            f"{TRAIN} --drafter-config run",
+            f"{FROM} --drafter-config run",
             1,
             "--drafter-config run cannot be read: [Errno 21] Is a directory: 'run'. Give a drafter's config.json in z-lab's format.",
         ),
         Case(
             "an empty drafter config",
-            f"{TRAIN} --drafter-config d.json",
+            f"{FROM} --drafter-config d.json",
             1,
             "--drafter-config d.json cannot be read: …. Give a drafter's config.json in z-lab's format.",
             write("d.json", ""),
         ),
         Case(
             "a drafter config that is a list",
-            f"{TRAIN} --drafter-config d.json",
+            f"{FROM} --drafter-config d.json",
             1,
             "The drafter's config.json has no dflash_config; this is no DFlash checkpoint in z-lab's format. Give the config.json of one.",
             write("d.json", "[]"),
         ),
         Case(
             "a drafter config without dflash_config",
-            f"{TRAIN} --drafter-config d.json",
+            f"{FROM} --drafter-config d.json",
             1,
             "The drafter's config.json has no dflash_config; this is no DFlash checkpoint in z-lab's format. Give the config.json of one.",
             write("d.json", "{}"),
         ),
         Case(
             "a drafter config nested 100,000 deep",
-            f"{TRAIN} --drafter-config d.json",
+            f"{FROM} --drafter-config d.json",
             1,
             "--drafter-config d.json cannot be read: …. Give a drafter's config.json in z-lab's format.",
             write("d.json", "[" * 100000),
         ),
         Case(
             "the target's config as drafter config",
-            f"{TRAIN} --drafter-config target/config.json",
+            f"{FROM} --drafter-config target/config.json",
             1,
             "The drafter's config.json has no dflash_config; this is no DFlash checkpoint in z-lab's format. Give the config.json of one.",
         ),
         Case(
             "text where the drafter config has a number",
-            f"{TRAIN} --drafter-config {CHECKPOINT}/config.json",
+            f"{FROM} --drafter-config {CHECKPOINT}/config.json",
             1,
             "hidden_size of the drafter's config.json is 'wide'; it must be a number (int).",
             edit_json(CHECKPOINT / "config.json", hidden_size="wide"),
         ),
         Case(
             "NaN in the drafter config",
-            f"{TRAIN} --drafter-config {CHECKPOINT}/config.json",
+            f"{FROM} --drafter-config {CHECKPOINT}/config.json",
             1,
             "rms_norm_eps of the drafter's config.json is nan; it must be a number (float).",
             edit_json(CHECKPOINT / "config.json", rms_norm_eps=float("nan")),
         ),
         Case(
             "a drafter config of another target",
-            f"{TRAIN} --drafter-config {CHECKPOINT}/config.json",
+            f"{FROM} --drafter-config {CHECKPOINT}/config.json",
             1,
             "run/checkpoints/step-00000001/config.json does not fit store.zarr: num_target_layers of the store is 5 but the drafter config has 7. Extract again with this target and these layers, or give another drafter.",
             edit_json(CHECKPOINT / "config.json", num_target_layers=7),

@@ -187,6 +187,14 @@ def test_a_stop_while_waiting_saves_and_the_next_start_goes_on(
     assert newest_checkpoint(config.run).step == 5  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("share", [1e-9, 0.3])
+def test_that_nothing_was_held_out_is_said(growing: GrowingStore, make_train_config: MakeConfig, share: float) -> None:
+    growing.grow(9)
+    config = make_train_config(growing.path, follow=True, steps=2, save_every=99, evaluate_every=99, holdout=share)
+    said = f"--holdout {share} has held out none of these samples, so nothing was evaluated" in run_here(config)
+    assert said == (share == 1e-9) == (not read_metrics(config.run, "evaluation"))
+
+
 def test_the_end_of_an_extract_is_noticed_and_said(growing: GrowingStore, make_train_config: MakeConfig) -> None:
     config = make_train_config(growing.path, follow=True)
     lines: list[str] = []

@@ -475,8 +475,10 @@ def test_changed_options_are_refused_by_name(make_store: MakeStore, make_train_c
     changed = make_train_config(store, steps=1, lr=0.5, seed=8)
     with pytest.raises(InputError, match=r"--lr is 0.5, the checkpoint has 0.003; --seed is 8, the checkpoint has 3"):
         check_resume(prepare_run(changed))
-    with pytest.raises(InputError, match="block_size of the drafter is 2"):
+    with pytest.raises(InputError, match=r"options: --block-size is 2, the checkpoint has \d+\. Give"):
         check_resume(prepare_run(make_train_config(store, steps=1, block_size=2)))
+    with pytest.raises(InputError, match=r"options: --num-layers is 7, the checkpoint has \d+\. Give"):
+        check_resume(prepare_run(make_train_config(store, steps=1, num_layers=7)))
 
 
 def test_store_that_grew_changes_nothing(make_store: MakeStore, make_train_config: MakeConfig) -> None:
