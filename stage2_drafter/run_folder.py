@@ -4,7 +4,7 @@ run/lock            held by the first rank while it trains; a second trainer is 
 run/ledger.jsonl    the segment ids that the rows are planned from, in order; decided by the first rank, once, or under
                     --follow in rounds, one a line
 run/metrics.jsonl   one line a step and a held-out evaluation
-run/checkpoints/, run/tensorboard/, run/logs/, run/compile-cache/
+run/checkpoints/, run/tensorboard/, run/logs/
 """
 
 import contextlib
@@ -35,8 +35,8 @@ def run_lock(run: Path) -> Iterator[None]:
     try:
         if (holder := take_lock(descriptor, run / "lock")) is not None:
             raise InputError(
-                f"{run} is in use: its process {holder} trains there. End it with `dflash stop {run}`, or give another "
-                "--run folder."
+                f"{run} is in use by process {holder}, which trains there. End it with `dflash stop {run}`, or give "
+                "another --run folder."
             )
         yield
     finally:

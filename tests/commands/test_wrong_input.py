@@ -1638,7 +1638,7 @@ CASES: dict[str, list[Case]] = {
             "a resume with other layers",
             f"{RESUME} --num-layers 2",
             1,
-            "run/checkpoints/step-00000001 cannot be resumed with these options: layer_types of the drafter is ['full_attention', 'full_attention'], the checkpoint has ['full_attention']; max_window_layers of the drafter is 2, the checkpoint has 1; num_hidden_layers of the drafter is 2, the checkpoint has 1. Give the options the run began wi…",
+            "run/checkpoints/step-00000001 cannot be resumed with these options: --num-layers is 2, the checkpoint has 1. Give the options the run began with, or another --run folder.",
         ),
         Case(
             "a checkpoint's state cut short",

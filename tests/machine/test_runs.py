@@ -129,6 +129,10 @@ def test_logs_follow_until_the_end(tmp_path: Path) -> None:
     lines = log.read_text().splitlines(keepends=True)
     assert rest == "".join(lines[1:]), "every line once"
     assert dflash("logs", tmp_path, "-n", 2).output == "".join(lines[-2:])
+    log.write_text("")
+    assert dflash("logs", tmp_path).output == "(empty)\n"
+    log.unlink()
+    assert f"Its own log {log} is not there any more" in dflash("logs", tmp_path).output
 
 
 @pytest.fixture
