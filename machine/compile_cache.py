@@ -27,7 +27,7 @@ def compile_cache_folder(run: Path, given: Path | None) -> Path:
         raise InputError(f"--compile-cache is {given}, a file, but must be a folder; name another path.")
     if given is not None:
         return given.resolve()
-    place, run = torchrun_place(), run.resolve()
+    place, run = torchrun_place(), Path(os.path.realpath(run))  # which a link in a circle does not stop
     if place is None or place.local_world == place.world:
         return run / "compile-cache"
     digest = hashlib.blake2b(str(run).encode(), digest_size=4).hexdigest()
