@@ -23,7 +23,6 @@ other trainers do.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import hashlib
 import json
 import os
@@ -52,6 +51,7 @@ from dflash_train.stage2_drafter.run_folder import read_metrics
 from dflash_train.store.calibration import Calibration
 from dflash_train.store.creation import TARGET_FILES, FrozenTarget, create_store, store_lock
 from dflash_train.store.encoding import to_stored
+from dflash_train.store.files import take_lock
 from dflash_train.store.manifest import Manifest
 from dflash_train.store.reader import StoreReader
 
@@ -539,14 +539,11 @@ class Benchmark:
 
     def hold_folder(self) -> None:
         """Lock the folder for this process and its commands, which live on where it is killed."""
-        held = (self.folder / "lock").open("ab")
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        path = self.folder / "lock"
+        held = path.open("a+b")
+        if take_lock(held.fileno(), path) is not None:
             held.close()
-            raise SystemExit(
-                f"{self.folder} is in use by another run, or by a command that a killed one left."
-            ) from None
+            raise SystemExit(f"{self.folder} is in use by another run, or by a command that a killed one left.")
         self._held = held
 
     def execute(self) -> int:

@@ -15,7 +15,7 @@ from dflash_train.speculate.events import Decoded
 from dflash_train.stage1_target.events import Answering, Note, Progress, Tokenising, WorkerProgress
 from dflash_train.stage1_target.events import Event as ExtractEvent
 from dflash_train.stage1_target.forecast import Forecast
-from dflash_train.stage2_drafter.events import StepDone
+from dflash_train.stage2_drafter.events import StepDone, describe_waiting
 from dflash_train.units import format_bytes, format_duration
 
 MOST_WORKERS = 16
@@ -177,10 +177,7 @@ class TrainView(RunView):
             lines.curve("loss", self._loss, _number(values["loss"], ".4f"))
             acceptance = _number(values["acceptance_length"], ".3f")
             lines.curve("acceptance", self._acceptance, acceptance, f"estimated, teacher-forced{_real(step)}")
-            waiting = f"{values['wait_share']:.0%} of the time waiting for data"
-            if values.get("store_wait_seconds", 0.0) >= 0.5:
-                waiting += f" and {values['store_wait_seconds']:.0f} s for the store"
-            lines.curve("speed", self._speed, f"{values['tokens_per_second']:,.0f} tokens/s", waiting)
+            lines.curve("speed", self._speed, f"{values['tokens_per_second']:,.0f} tokens/s", describe_waiting(values))
         lines.end(*self._times(left))
         return lines
 

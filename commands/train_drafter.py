@@ -164,8 +164,8 @@ def train_drafter(gpus: str | None, allow_busy_gpus: bool, stores: tuple[Path, .
         result = train(config, *recorded_training(report, terminal.report), measurement)
     if place is not None:
         context.find_root().call_on_close(lambda: leave_process(0))  # as the ranks do that we start
-    if place is not None and place.rank != 0:  # one of torchrun's ranks speaks for all
-        return
+        if place.rank != 0:  # one of torchrun's ranks speaks for all
+            return
     message = f"step {result.step:,} of {result.total_steps:,}: {result.checkpoint}"
     if result.checkpoint is None:  # --follow, stopped before there was a store
         message = "no step was run: the store was not there yet"

@@ -1,6 +1,6 @@
 """What training tells its caller while it runs, beside its plain lines."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,13 @@ class StepDone:
     """What metrics.jsonl got: loss, acceptance_length, tokens_per_second, lr, …"""
     evaluation: tuple[int, dict[str, Any]] | None = None
     """Step and numbers of the newest evaluation of this process."""
+
+
+def describe_waiting(values: Mapping[str, Any]) -> str:
+    """«2% of the time waiting for data and 12 s for the store to grow», of a step's values."""
+    waited = values.get("store_wait_seconds", 0.0)
+    for_store = f" and {waited:.0f} s for the store to grow" if waited >= 0.5 else ""
+    return f"{values['wait_share']:.0%} of the time waiting for data{for_store}"
 
 
 Progress = Callable[[StepDone], None]

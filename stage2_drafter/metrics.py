@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_train.stage2_drafter.events import describe_waiting
 from dflash_train.stage2_drafter.loss import DraftStatistics, describe_statistics, draft_statistics
 from dflash_train.units import format_count
 
@@ -127,13 +128,11 @@ class MetricsLog:
 def format_step(step: int, total: int, values: Mapping[str, Any], bad_steps: int = 0, bad_step_limit: int = 0) -> str:
     """One plain line for the terminal; bad_steps is how many steps in a row up to this one were not finite."""
     skipped = f" (skipped: {values['skipped']})" if values["skipped"] else ""
-    waited = values.get("store_wait_seconds", 0.0)
-    for_store = f" and {waited:.0f} s for the store to grow" if waited >= 0.5 else ""
     if bad_steps:
         skipped = f" (skipped: not finite, {bad_steps} in a row; the run ends at {bad_step_limit})"
     return (
         f"step {step} of {total}{skipped}: {_quality(values)}, {values['tokens_per_second']:,.0f} tokens/s, "
-        f"{values['wait_share']:.0%} of the time waiting for data{for_store}, lr {values['lr']:.2e}, gradient norm "
+        f"{describe_waiting(values)}, lr {values['lr']:.2e}, gradient norm "
         f"{_number(values['gradient_norm'], '.3f')}"
     )
 
