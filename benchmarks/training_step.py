@@ -8,6 +8,9 @@ trains from it: reading, decoding, copying, drafter, loss, gradient norm, clippi
 after the first ten rows, or the first three, count; the run is killed when it has made them, so no checkpoint is written. Seconds are medians over
 steps as metrics.jsonl has them; "waiting" is the share of them that the ranks waited for rows. Compare with the same
 geometry's row of drafter_step.py, which has neither data nor optimizer nor fp32 masters: run both in one session.
+
+"First step" is the time from the command to the first step in metrics.jsonl, looked for twice a second: imports, store, target's tables,
+weights, compilation, and the step. --again starts the first run once more, in its folder, where its kernels are.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -91,41 +95,52 @@ def make_store(path: Path, shape: StepShape, num_rows: int, seed: int = 0) -> No
     writer.commit()
 
 
-def train(store: Path, run: Path, shape: StepShape, gpus: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run the command until it has made its steps; returns what its metrics say."""
+def train(
+    store: Path, run: Path, shape: StepShape, gpus: str, arguments: argparse.Namespace, again: bool = False
+) -> dict[str, Any]:
+    """Run the command until it has made its steps; returns what its metrics say.
+
+    `again`: after an earlier call with the same run, which had no checkpoint to go on from.
+    """
     command = [sys.executable, "-m", "dflash_train.cli", "train-drafter", "--store", str(store), "--run", str(run)]
     command += ["--gpus", gpus, "--mask-token", str(shape.mask_token_id), "--row-tokens", str(shape.row_tokens)]
     command += ["--anchors", str(shape.num_anchors), "--rows-per-step", str(arguments.rows_per_step), "--holdout", "0"]
     command += ["--steps", "100000", "--log-every", "10", "--keep", "1", "--allow-busy-gpus", *arguments.option]
     settling = max(SETTLING_STEPS, SETTLING_ROWS // arguments.rows_per_step)
     began = time.monotonic()
-    log = run.with_suffix(".log")
+    log = run.with_name(f"{run.name}{'-again' * again}.log")
+    (run / "metrics.jsonl").unlink(missing_ok=True)
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     steps: list[dict[str, Any]] = []
+    first_step = 0.0
     try:
         while len(steps) < settling + arguments.steps:
             if process.poll() is not None or time.monotonic() - began > LIMIT_SECONDS:
                 raise SystemExit(f"The run made {len(steps)} steps and ended; its log says:\n{log.read_text()[-3000:]}")
             time.sleep(0.5)
             steps = read_metrics(run) if (run / "metrics.jsonl").exists() else []
-        first = time.monotonic() - began
+            first_step = first_step or (time.monotonic() - began if steps else 0.0)
+        whole = time.monotonic() - began
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     compiled = [line for line in log.read_text(errors="replace").splitlines() if "compiled" in line]
+    found = re.search(r"compiled \d+ graphs? in ([\d.]+) s", compiled[-1]) if compiled else None
     counted = steps[settling:]
     seconds = statistics.median(step["tokens"] / step["tokens_per_second"] for step in counted)
     return {
-        "gpus": gpus,
+        "gpus": f"{gpus}, again" if again else gpus,
         "rows_per_step": arguments.rows_per_step,
         "ms_per_step": seconds * 1e3,
         "tflops": model_flops(shape) * arguments.rows_per_step / seconds / 1e12,
         "rows_per_second": arguments.rows_per_step / seconds,
         "wait_share": statistics.median(step["wait_share"] for step in counted),
         "steps": len(counted),
-        "seconds_in_all": first,
+        "seconds_to_first_step": first_step,
+        "seconds_to_compile": float(found[1]) if found else None,
+        "seconds_in_all": whole,
         "compiled": compiled[-1] if compiled else None,
         "recompilations": steps[-1]["recompilations"],
     }
@@ -139,6 +154,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64, help="rows of the store, 168 MB each for qwen3-8b")
     parser.add_argument("--rows-per-step", type=int, default=1)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--again", action="store_true", help="start the first run once more at the end")
     parser.add_argument("--option", action="append", default=[], help="passed on, such as --option=--precision=fp8")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -150,14 +166,17 @@ def main() -> None:
         make_store(folder / "store.zarr", shape, arguments.rows)
         print(f"{arguments.rows} rows written in {time.monotonic() - began:.0f} s", flush=True)
         print(
-            "| GPUs | rows a step | ms a step | rows/s | TFLOP/s of model work | waiting | s in all |\n|---|---|---|---|---|---|---|"
+            "| GPUs | rows a step | ms a step | rows/s | TFLOP/s of model work | waiting | first step, s | compiling, s | in all, s |"
+            "\n|---|---|---|---|---|---|---|---|---|"
         )
-        for number, gpus in enumerate(arguments.gpus or ["0"]):
-            row = train(folder / "store.zarr", folder / f"run-{number}", shape, gpus, arguments)
+        starts = [(number, gpus, False) for number, gpus in enumerate(arguments.gpus or ["0"])]
+        for number, gpus, again in [*starts, *((0, starts[0][1], True),) * arguments.again]:
+            row = train(folder / "store.zarr", folder / f"run-{number}", shape, gpus, arguments, again)
             results.append(row)
             print(
-                f"| {gpus} | {row['rows_per_step']} | {row['ms_per_step']:.1f} | {row['rows_per_second']:.2f} | "
-                f"{row['tflops']:.0f} | {row['wait_share']:.1%} | {row['seconds_in_all']:.0f} |",
+                f"| {row['gpus']} | {row['rows_per_step']} | {row['ms_per_step']:.1f} | {row['rows_per_second']:.2f} | "
+                f"{row['tflops']:.0f} | {row['wait_share']:.1%} | {row['seconds_to_first_step']:.1f} | "
+                f"{row['seconds_to_compile'] or 0:.0f} | {row['seconds_in_all']:.0f} |",
                 flush=True,
             )
         print("\n".join(f"{row['compiled']}, {row['recompilations']} recompilations" for row in results))
