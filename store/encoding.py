@@ -17,6 +17,8 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -100,12 +102,16 @@ class Encoding:
         return {"bf16": 2.0**-8, "projected-int4": 0.5 / INT4_LIMIT}.get(self.name, 0.5 / INT8_LIMIT)
 
     def fc_input(self, states: torch.Tensor, calibration: Calibration) -> torch.Tensor:
-        """What `fc` is trained on, unquantised, float32 [..., F]: D^-1 h or y = P D^-1 h of raw states [..., L * H]."""
+        """What `fc` is trained on, unquantised, float32 [..., F]: D^-1 h or y = P D^-1 h of raw states [..., L * H].
+
+        On CUDA y is a TF32 product: an error of 0.0004 of a state's size, where int8 rounds by 0.004 and more.
+        """
         scaled = states.float() / calibration.channel_scale
         if not self.is_projected:
             return scaled
         assert calibration.projection is not None, "projected encodings come with a projection"
-        return scaled @ calibration.projection.T
+        with _tf32_products(scaled.is_cuda):
+            return scaled @ calibration.projection.T
 
     def scaled_states(self, features: torch.Tensor, calibration: Calibration) -> torch.Tensor:
         """D^-1 h [..., L * H] of decoded float32 features [..., F]; of a projected encoding what it kept, P^T y."""
@@ -219,6 +225,19 @@ def unsound_state(layer_id: int, token: int, num_tokens: int) -> str:
 def has_kernels(tensor: torch.Tensor) -> bool:
     """Whether the Triton kernels can work on a tensor: CUDA builds of torch come with triton, on Linux."""
     return tensor.is_cuda and importlib.util.find_spec("triton") is not None
+
+
+@contextmanager
+def _tf32_products(on: bool) -> Iterator[None]:
+    """Let fp32 products use tensor cores: eight times as fast, both factors rounded to 11 bits, sums in fp32."""
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if on else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _pack_int4(values: torch.Tensor) -> torch.Tensor:

@@ -179,3 +179,23 @@ def test_a_gpu_stores_what_a_cpu_stores() -> None:
     wanted, wanted_scales = encoding.encode(states, calibration)
     assert found_scales is not None and wanted_scales is not None
     assert torch.equal(found.cpu(), wanted) and torch.equal(found_scales.cpu(), wanted_scales)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_gpu_projects_as_float64_does_but_for_a_tenth_of_a_rounding_step() -> None:
+    encoding = make_encoding("projected-int8", 5, 512, rank=512)
+    generator = torch.Generator().manual_seed(1)
+    sizes = torch.linspace(1, -2, 5 * 512).exp()  # of the components: the last has a twentieth of the first
+    basis = torch.linalg.qr(torch.randn(5 * 512, 5 * 512, generator=generator))[0].T
+    calibration = Calibration(torch.ones(5 * 512), basis[:512].contiguous(), sizes[:512].square())
+    states = (torch.randn(2048, 5 * 512, generator=generator) * sizes) @ basis
+    wanted = states.double() @ calibration.projection.double().T  # type: ignore[union-attr]
+    on_gpu = calibration.to(torch.device("cuda"))
+    found = encoding.fc_input(states.cuda(), on_gpu)
+    step = wanted.div(sizes[:512]).abs().amax(-1, keepdim=True) / 127 * sizes[:512]
+    assert found.cpu().double().sub(wanted).div(step).square().mean().sqrt() < 0.1 / 12**0.5
+    assert torch.get_float32_matmul_precision() == "highest"
+    features, scales = encoding.encode(states.cuda(), on_gpu)
+    decoded = encoding.decode(features, scales, on_gpu, torch.float32).cpu().double()
+    assert decoded.sub(wanted).div(step).square().mean().sqrt() < 1.01 / 12**0.5  # rounding alone makes 1 / √12
