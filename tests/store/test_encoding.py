@@ -138,7 +138,7 @@ def test_projected_matches_numpy_twin(name: str, limit: int, rank: int) -> None:
     features, scales = encoding.encode(states, calibration)
     assert scales is not None and scales.shape == (507, 1)
     roots = np.sqrt(calibration.eigenvalues.numpy())
-    y = ((states / calibration.channel_scale) @ calibration.projection.T).numpy()  # a product has no bitwise twin
+    y = (states @ (calibration.projection / calibration.channel_scale).T).numpy()  # a product has no bitwise twin
     exact = (
         states.double().numpy() / calibration.channel_scale.double().numpy() @ calibration.projection.double().numpy().T
     )

@@ -188,9 +188,10 @@ def test_a_gpu_projects_as_float64_does_but_for_a_tenth_of_a_rounding_step() -> 
     generator = torch.Generator().manual_seed(1)
     sizes = torch.linspace(1, -2, 5 * 512).exp()  # of the components: the last has a twentieth of the first
     basis = torch.linalg.qr(torch.randn(5 * 512, 5 * 512, generator=generator))[0].T
-    calibration = Calibration(torch.ones(5 * 512), basis[:512].contiguous(), sizes[:512].square())
-    states = (torch.randn(2048, 5 * 512, generator=generator) * sizes) @ basis
-    wanted = states.double() @ calibration.projection.double().T  # type: ignore[union-attr]
+    channel_scale = torch.randn(5 * 512, generator=generator).exp()
+    calibration = Calibration(channel_scale, basis[:512].contiguous(), sizes[:512].square())
+    states = ((torch.randn(2048, 5 * 512, generator=generator) * sizes) @ basis * channel_scale).bfloat16()
+    wanted = states.double() / channel_scale.double() @ calibration.projection.double().T  # type: ignore[union-attr]
     on_gpu = calibration.to(torch.device("cuda"))
     found = encoding.fc_input(states.cuda(), on_gpu)
     step = wanted.div(sizes[:512]).abs().amax(-1, keepdim=True) / 127 * sizes[:512]
