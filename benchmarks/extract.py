@@ -12,7 +12,9 @@ Makes a target of a named geometry with random weights in --ram, and samples of 
 All rates count real tokens, not padding. A command's rate is that of its worker from its second batch to its last, as
 its log has it: without imports, loading, calibration and compilation, which «whole» includes; «with last commit» adds the
 time from the last batch to the end of the last commit. There are as many samples as the bare forward runs in --seconds;
-a command on several GPUs gets three times as many each. Stores are deleted after each variant. What has not begun within --budget seconds is left out, and said so.
+a command on several GPUs gets three times as many each. The default keeps what is measured of each variant within 20 s,
+which the tables show; a command on several GPUs needs --seconds 6. Stores are deleted after each variant. What has not
+begun within --budget seconds is left out, and said so.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ from dflash_train.stage1_target.schedule import Batch, padding_share, plan_batch
 
 NUM_TAPS = 5
 ENCODINGS = ("int8", "bf16", "projected-int8")
+LABELS = {"projected-int8": "projected-int8, r = H"}  # --rank auto
 PADDED, BARE, COMPILED = "forward, mask and output_hidden_states", "forward to the last tap", "the same, compiled"
 INT8_RAM = "dflash extract int8, RAM disk"
 MEDIAN_TOKENS, SPREAD = 812, 0.7  # of the logarithm; a mean of about 1,000
@@ -156,9 +159,10 @@ def run_extract(
     store: Path,
     calibration: Path | None,
     gpus: str = "0",
+    gpus_per_target: int = 1,
 ) -> dict[str, Any]:
     """Run the command and read its workers' logs; of several, rates are added and the rest is the first one's."""
-    logs = work / f"logs-{store.name}-{gpus}"
+    logs = work / f"logs-{store.name}-{gpus}-{gpus_per_target}"
     devices = gpus if given.device == "cuda" else f"cpu:{len(gpus.split(','))}"
     command = [
         *(sys.executable, "-m", "dflash_train.cli", "extract", "--target", str(work / "target")),
@@ -167,6 +171,7 @@ def run_extract(
         *("--batch-tokens", str(given.batch_tokens), "--max-tokens", str(given.max_tokens), "--seed", str(given.seed)),
         *("--calibration-tokens", str(given.calibration_tokens), "--allow-busy-gpus"),
         *("--compile-target",) * given.compile,
+        *("--gpus-per-target", str(gpus_per_target)) * (gpus_per_target > 1),
     ]
     if calibration is not None:
         command += ["--calibration-from", str(calibration)]
@@ -176,7 +181,7 @@ def run_extract(
     texts = [path.read_text() for path in sorted(logs.rglob("*.log"))]
     log = "\n".join(texts)
     workers = [found for found in map(parse_overlap, texts) if found is not None]
-    if done.returncode or len(workers) != len(gpus.split(",")):
+    if done.returncode or len(workers) != len(gpus.split(",")) // gpus_per_target:
         tail = "\n".join([*done.stdout.splitlines()[-5:], *done.stderr.splitlines()[-15:], *log.splitlines()[-15:]])
         return {"failed": tail}
     rates = ("tokens", "tokens_per_second", "tokens_per_second_with_last_commit", "written_gb")
@@ -190,25 +195,29 @@ def show(result: dict[str, Any]) -> None:
     forwards, extracts = result["forwards"], result["extracts"]
     best = max(value for name, value in forwards.items() if name in (BARE, COMPILED))
     print(
-        "\n| variant | tokens/s | to the padded forward | to the best bare one | with last commit | padding | whole, s |"
+        "\n| variant | tokens/s | to the padded forward | to the best bare one | with last commit | padding | measured, s | whole, s |"
     )
-    print("|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|")
     for name in (PADDED, BARE, COMPILED):
         if name in forwards:
-            value = forwards[name]
+            value, seconds = forwards[name], forwards["num_tokens"] / forwards[name]
             print(
-                f"| {name} | {value:,} | {value / forwards[PADDED]:.2f} | {value / best:.2f} | | {forwards['padding']:.1%} | |"
+                f"| {name} | {value:,} | {value / forwards[PADDED]:.2f} | {value / best:.2f} | | {forwards['padding']:.1%} "
+                f"| {seconds:.1f} | |"
             )
     for name, found in extracts.items():
         if "tokens_per_second" in found:
             value = found["tokens_per_second"]
             ratios = f"{value / forwards[PADDED]:.2f} | {value / best:.2f}"
             print(
-                f"| {name} | {value:,} | {ratios} | {found['tokens_per_second_with_last_commit']:,} | {found['padding']:.1%} | {found['whole_seconds']:.0f} |"
+                f"| {name} | {value:,} | {ratios} | {found['tokens_per_second_with_last_commit']:,} | {found['padding']:.1%} "
+                f"| {found['seconds']:.1f} | {found['whole_seconds']:.0f} |"
             )
         else:
-            print(f"| {name} | {found.get('skipped') or 'failed'} | | | | | |")
+            print(f"| {name} | {found.get('skipped') or 'failed'} | | | | | | |")
     print(f"\nPadding of 10 million tokens of such lengths: {forwards['padding_of_full_windows']:.1%}.")
+    if "graphs" in forwards:
+        print(f"Graphs of the compiled target: {forwards['graphs']}, made in {forwards['seconds_to_compile']:.0f} s.")
     print("\n| what the time went to | GPU busy | main thread waits for GPU | for writers | for batches ", end="")
     print(
         "| writers busy | GB/s while writing | in commits, s | host buffers, GB | limit |\n|---|---|---|---|---|---|---|---|---|---|"
@@ -281,19 +290,27 @@ def measure(given: argparse.Namespace, work: Path, ram: Path) -> dict[str, Any]:
     states = NUM_TAPS * GEOMETRIES[given.geometry]["hidden_size"]
     calibration: Path | None = None
     places = [("RAM disk", ram), ("disk", given.folder)]
-    variants = [(encoding, place, folder, "0") for encoding in ENCODINGS for place, folder in places]
+    variants = [(encoding, place, folder, "0", 1) for encoding in ENCODINGS for place, folder in places]
+    if given.spread:
+        variants.insert(1, ("int8", *places[0], given.spread, len(given.spread.split(","))))
     if given.more_gpus:
-        variants.insert(1, ("int8", *places[0], given.more_gpus))
+        variants.insert(1, ("int8", *places[0], given.more_gpus, 1))
         # Workers do not begin at the same moment: with three times the samples each, most of their time is common.
         num_tokens = 3 * len(given.more_gpus.split(",")) * forwards["num_tokens"]
+        more_lengths = lengths_of(num_tokens, given.max_tokens, given.seed)
         many = work / "more-samples.parquet"
-        make_samples(many, lengths_of(num_tokens, given.max_tokens, given.seed), given.seed)
-    for encoding, place, folder, gpus in variants:
-        name = f"dflash extract {encoding}, {place}" + (f", GPUs {gpus}" if gpus != "0" else "")
+        make_samples(many, more_lengths, given.seed)
+    for encoding, place, folder, gpus, gpus_per_target in variants:
+        name = f"dflash extract {LABELS.get(encoding, encoding)}, {place}"
+        if gpus_per_target > 1:
+            name += f", one target over {gpus}"
+        elif gpus != "0":
+            name += f", GPUs {gpus}"
         if given.only and not any(part in name for part in given.only):
             continue
-        data = samples if gpus == "0" else many
-        needed = int(lengths.sum()) * states * {"bf16": 2, "int8": 1}.get(encoding, 0.25) + 4e9 * (states > 1e4)
+        takes_more = gpus != "0" and gpus_per_target == 1
+        data, num_tokens = (many, int(more_lengths.sum())) if takes_more else (samples, int(lengths.sum()))
+        needed = num_tokens * states * {"bf16": 2, "int8": 1}.get(encoding, 0.25) + 4e9 * (states > 1e4)
         if time.perf_counter() - began > given.budget:
             extracts[name] = {"skipped": "left out: the time is up"}
             continue
@@ -303,7 +320,14 @@ def measure(given: argparse.Namespace, work: Path, ram: Path) -> dict[str, Any]:
         store = folder / f"extract-benchmark-{os.getpid()}-{encoding}-{place.split()[0].lower()}.zarr"
         try:
             extracts[name] = run_extract(
-                given, work, data, encoding, store, calibration if "projected" in encoding else None, gpus
+                given,
+                work,
+                data,
+                encoding,
+                store,
+                calibration if "projected" in encoding else None,
+                gpus,
+                gpus_per_target,
             )
         finally:
             keep = "projected" in encoding and place == "RAM disk" and store.is_dir()  # the projection takes longest
@@ -330,6 +354,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="Of the bare forward: how many samples there are.")
     parser.add_argument("--budget", type=float, default=400.0, help="No variant begins after so many seconds.")
     parser.add_argument("--more-gpus", help="The int8 command to the RAM disk on these GPUs, too, such as 0,1.")
+    parser.add_argument("--spread", help="The same with one target over these GPUs (--gpus-per-target), such as 0,1.")
     parser.add_argument(
         "--only",
         action="append",

@@ -52,6 +52,7 @@ class Progress:
     """Of the samples run, those in committed segments."""
     num_committed_bytes: int
     tokens_per_second: float
+    """Of the workers that run, over the last minute; at the end over the whole run."""
     hours_left: float
     num_workers: int
     """Workers that run batches, or have ended after their last one."""

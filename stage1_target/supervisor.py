@@ -20,6 +20,7 @@ from dflash_train.stage1_target.room import Room
 from dflash_train.stage1_target.slow_paths import SlowPath, refused
 from dflash_train.stage1_target.speed import RecentSpeed
 from dflash_train.store.upload import store_exists
+from dflash_train.units import format_count
 
 
 class Supervisor:
@@ -56,7 +57,7 @@ class Supervisor:
         self._committing: set[int] = set()
         self._fatal: InputError | None = None
         self._ran: set[int] = set()
-        self._num_ran_tokens = self._num_committed = self._num_bytes = 0
+        self._num_ran_tokens = self._num_committed = self._num_bytes = self._num_quarantined = 0
         self._said = {slow.name for slow in prepared.slow_paths}
         self._started: float | None = None
         self._last_ran = 0.0
@@ -75,6 +76,9 @@ class Supervisor:
             self._handle(self._group.wait(1.0))
         if self._ran:
             self._report(self._progress())
+        if self._num_quarantined:
+            count = format_count(self._num_quarantined, "sample")
+            self._report(Note(f"{count} put into quarantine: dflash inspect-store counts the reasons"))
         for deal in self._dealer.given_up:
             self.failures.append(
                 f"{len(deal.indices)} samples were given up, because {deal.num_deaths} workers died while running them"
@@ -206,6 +210,7 @@ class Supervisor:
         if message.num_entries:
             self._entries, self._entries_at = [], None
         self._num_committed += len(message.indices)
+        self._num_quarantined += len(message.indices) - message.num_samples
         self._num_bytes += message.num_bytes
         self.num_new_samples += message.num_samples
         self.num_new_tokens += message.num_tokens
@@ -216,6 +221,10 @@ class Supervisor:
         speed = self._num_ran_tokens / max(self._last_ran - self._started, 1e-3)
         left = forecast.num_pending_tokens - self._num_ran_tokens
         workers = tuple(map(self._worker_progress, self._group.processes))
+        # what is left is run by those that still run: a dead worker's past says nothing of it
+        running = sum(worker.tokens_per_second for worker in workers if worker.state == "running")
+        if left and running:
+            speed = running
         return Progress(
             num_samples=len(self._ran),
             num_pending=forecast.num_pending,

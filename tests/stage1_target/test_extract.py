@@ -5,6 +5,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -362,6 +363,21 @@ def test_a_killed_workers_samples_go_to_the_others(config: ExtractConfig, groups
     assert list((folder_of(config) / ".staging").iterdir()) == []
 
 
+def test_the_death_of_the_only_worker_ends_with_what_was_committed(
+    config: ExtractConfig, groups: list[ProcessGroup]
+) -> None:
+    def kill_all(event: Event) -> None:
+        if isinstance(event, Progress) and event.num_committed:
+            for process in groups[0].running:
+                os.kill(process.pid, signal.SIGKILL)
+
+    result = extract(replace(config, segment_bytes=20_000), kill_all)
+    assert (result.outcome, result.exit_status, len(result.failures)) == ("failed", 1, 1)
+    stored = len(StoreReader(config.store).samples)
+    assert 0 < result.num_new_samples <= stored == result.num_stored < NUM_SAMPLES
+    assert result.message == f"stored {stored} of 120; run again to go on"
+
+
 def test_a_stop_before_any_sample_says_so(config: ExtractConfig) -> None:
     notes: list[str] = []
 
@@ -389,6 +405,36 @@ def test_a_stop_signal_commits_what_has_run(config: ExtractConfig) -> None:
     assert 0 < stopped.num_stored == stopped.num_new_samples < NUM_SAMPLES
     assert stopped.message == f"stored {stopped.num_stored} of 120; run again to go on"
     assert len(StoreReader(config.store).samples) == stopped.num_stored
+
+
+def test_the_command_ends_well_by_sigterm_and_says_how_to_go_on(
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Slurm or a terminal stops it: the sentence on stdout, status 0, and the same words finish the store."""
+    from click.testing import CliRunner
+
+    from dflash_train.cli import main
+    from dflash_train.commands.display import ExtractView
+
+    words = ["extract", "--target", config.target.name, "--data", config.data.source, "--store", str(config.store)]
+    words += ["--gpus", "cpu", "--encoding", "bf16", "--num-taps", "2", "--batch-tokens", "150", "--max-tokens", "200"]
+    words += ["--calibration-tokens", "500", "--sample-cache", str(config.sample_cache)]
+    take = ExtractView.take
+
+    def stop(self: ExtractView, event: Event) -> Any:
+        if isinstance(event, Progress) and event.num_samples < NUM_SAMPLES:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return take(self, event)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ExtractView, "take", stop)
+        stopped = CliRunner().invoke(main, words)
+    stored = len(StoreReader(config.store).samples)
+    assert stopped.exit_code == 0 and 0 < stored < NUM_SAMPLES, stopped.output
+    assert f"\nstored {stored} of 120; run again to go on (" in stopped.output
+    assert "stopping: what has run is committed first; Ctrl-C once more to drop it" in stopped.output
+    again = CliRunner().invoke(main, words)
+    assert again.exit_code == 0 and "\nstored 120 of 120 (" in again.output, again.output
 
 
 def test_a_killed_parent_loses_no_sample(config: ExtractConfig, tmp_path: Path) -> None:
@@ -568,6 +614,36 @@ def test_two_writer_threads_store_each_sample_once_and_commit_what_was_asked(
     assert len(reader.samples) == 41 and reader.num_duplicates == 0
     assert reader.quarantined() == [{"id": None, "row": 7, "reason": "none"}]
     assert verify_store(config.store).problems == []
+
+
+def test_a_batch_waits_while_two_are_waiting_to_be_written(
+    opened: tuple[ExtractConfig, SampleTable, Forwarder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What bounds the host memory of a worker whose disk is slow."""
+    config, table, forwarder = opened
+    written, free = threading.Event(), threading.Event()
+    take = StoreWriter._take
+
+    def slow(self: StoreWriter, *arguments: Any) -> None:
+        written.set()
+        assert free.wait(20)
+        take(self, *arguments)
+
+    monkeypatch.setattr(StoreWriter, "_take", slow)
+    store_writer = StoreWriter(config, make_encoding("bf16", 2, 32), table, {}, lambda _message: None)
+    first, *others = [part for index in range(2 + writer.WAITING_BATCHES) for part in forwarder.run([index])]
+    store_writer.put(first)
+    assert written.wait(20), "one is being written"
+    for part in others[:-1]:
+        store_writer.put(part)
+    last = threading.Thread(target=store_writer.put, args=(others[-1],))
+    last.start()
+    last.join(0.2)
+    assert last.is_alive(), "it waits"
+    free.set()
+    last.join(20)
+    store_writer.close()
+    assert len(StoreReader(config.store).samples) == 2 + writer.WAITING_BATCHES
 
 
 def test_a_full_disk_is_one_sentence_and_commits_nothing(

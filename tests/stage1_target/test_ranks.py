@@ -245,6 +245,12 @@ def start_agents(words: list[str], tmp_path: Path) -> list[subprocess.Popen[str]
     return [subprocess.Popen(command, **pipes) for _ in range(2)]
 
 
+def extract_words(target: Path, rows: Path, store: Path) -> list[str]:
+    words = ["extract", "--target", str(target), "--data", str(rows), "--store", str(store)]
+    words += ["--gpus", "cpu", "--num-taps", "2", "--batch-tokens", "150", "--encoding", "bf16"]
+    return [*words, "--calibration-tokens", "300", "--sample-cache", str(store.with_name("cache"))]
+
+
 def process_that_logs_to(path: Path) -> int | None:
     for folder in Path("/proc").iterdir():
         try:
@@ -274,9 +280,7 @@ def test_two_agents_share_the_work_and_the_next_start_fills_gaps(
     tiny_target: Callable[..., Path], rows: Path, tmp_path: Path
 ) -> None:
     store = tmp_path / "store"
-    words = ["extract", "--target", str(tiny_target("llama")), "--data", str(rows), "--store", str(store)]
-    words += ["--gpus", "cpu", "--num-taps", "2", "--batch-tokens", "150", "--encoding", "bf16"]
-    words += ["--calibration-tokens", "300", "--sample-cache", str(tmp_path / "cache")]
+    words = extract_words(tiny_target("llama"), rows, store)
     agents = start_agents(words, tmp_path)
     try:
         kill_worker_of(1, tmp_path / "store.logs", agents)
@@ -301,3 +305,31 @@ def test_two_agents_share_the_work_and_the_next_start_fills_gaps(
     assert report.problems == [] and len(reader.samples) == NUM_SAMPLES and reader.num_duplicates == 0
     assert [entry["row"] for entry in reader.quarantined()] == [NUM_SAMPLES]
     assert list((store / ".staging").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_sigterm_to_both_agents_commits_what_has_run(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
+    store, rows, num_rows = tmp_path / "store", tmp_path / "rows.jsonl", 4000
+    text = "Paris " * 20
+    turns = [
+        [{"role": "user", "content": f"Question {row}"}, {"role": "assistant", "content": text}]
+        for row in range(num_rows)
+    ]
+    rows.write_text("".join(json.dumps({"messages": row}) + "\n" for row in turns))
+    agents = start_agents([*extract_words(tiny_target("llama"), rows, store), "--segment-bytes", "20000"], tmp_path)
+    try:
+        deadline = time.monotonic() + 120
+        while not list((store / "segments").glob("2*")) and time.monotonic() < deadline:
+            assert all(agent.poll() is None for agent in agents)
+            time.sleep(0.02)
+        for agent in agents:
+            agent.terminate()
+        output = "\n".join(agent.communicate(timeout=120)[0] for agent in agents)
+    finally:
+        for agent in agents:
+            agent.kill()
+    stored = len(StoreReader(store).samples)
+    assert 0 < stored < num_rows and verify_store(store).problems == []
+    assert output.count(f"stored {stored:,} of 4,000; run again to go on") == 1, output
+    assert all("SignalException" in output and agent.returncode == 1 for agent in agents), "torchrun's own end"
+    assert list((store / ".staging").iterdir()) == [], output
