@@ -220,7 +220,8 @@ def show(result: dict[str, Any]) -> None:
         print(f"Graphs of the compiled target: {forwards['graphs']}, made in {forwards['seconds_to_compile']:.0f} s.")
     print("\n| what the time went to | GPU busy | main thread waits for GPU | for writers | for batches ", end="")
     print(
-        "| writers busy | GB/s while writing | in commits, s | host buffers, GB | limit |\n|---|---|---|---|---|---|---|---|---|---|"
+        "| writers busy | GB/s while writing | in commits, s | host buffers, GB | peak host memory, GB "
+        "| peak GPU memory, GB | limit |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
     )
     for name, found in extracts.items():
         if "tokens_per_second" in found:
@@ -230,7 +231,7 @@ def show(result: dict[str, Any]) -> None:
             writers = ", ".join(f"{share:.0%}" for share in found["writers_busy"])
             print(
                 f"| {name} | {shares} | {writers} | {found['written_gb_per_second']:.2f} | {found['commit_seconds']:.1f} "
-                f"| {found['host_buffers_gb']:.2f} | {found['limit']} |"
+                f"| {found['host_buffers_gb']:.2f} | {found['peak_host_gb']:.1f} | {found['peak_gpu_gb']:.1f} | {found['limit']} |"
             )
     if "tokens_per_second" in extracts.get(INT8_RAM, {}):
         value = extracts[INT8_RAM]["tokens_per_second"]

@@ -9,6 +9,7 @@ benchmarks/extract.py reads.
 from __future__ import annotations
 
 import json
+import resource
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -101,6 +102,8 @@ class Overlap:
             "commit_seconds": round(committing, 3),
             "written_gb": round(written / 1e9, 3),
             "host_buffers_gb": round(self.num_ring_bytes / 1e9, 3),
+            "peak_host_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
+            "peak_gpu_gb": round(_peak_gpu_bytes() / 1e9, 2),
             "writers_load": round(writers / max(1, len(writing)), 3),
             "limit": "writers" if waited_writer > 0.05 else "gpu" if gpu > 0.9 else "main thread",
         }
@@ -108,6 +111,13 @@ class Overlap:
     def line(self) -> str:
         """The summary as one line of the log."""
         return LINE + json.dumps(self.summary())
+
+
+def _peak_gpu_bytes() -> int:
+    """Most that torch had allocated at once, summed over this process's GPUs; calibration and self-checks included."""
+    import torch
+
+    return sum(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count()))
 
 
 def parse_overlap(log: str) -> dict[str, Any] | None:

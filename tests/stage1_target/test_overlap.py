@@ -1,4 +1,7 @@
+from pathlib import Path
+
 import pytest
+import torch
 
 from dflash_train.stage1_target.overlap import Overlap, parse_overlap
 
@@ -39,7 +42,8 @@ def test_the_window_opens_with_the_second_batch_and_shares_are_of_it(clock: list
 def test_the_log_line_is_found_again_and_a_log_without_one_gives_none() -> None:
     overlap = Overlap()
     log = f"2026-01-01 INFO Loading.\n2026-01-01 INFO {overlap.line()}\n"
-    assert parse_overlap(log) == overlap.summary()
+    found = parse_overlap(log)
+    assert found is not None and found == overlap.summary() | {"peak_host_gb": found["peak_host_gb"]}
     assert parse_overlap("2026-01-01 INFO Loading.\n") is None
 
 
@@ -48,3 +52,10 @@ def test_a_run_of_two_batches_has_an_empty_window() -> None:
     overlap.batch_ran(100, 110, 1.0)
     overlap.batch_ran(100, 110, 1.0)
     assert overlap.summary()["tokens"] == 0 and overlap.summary()["writers_busy"] == []
+
+
+def test_the_peak_of_host_memory_is_that_of_the_process() -> None:
+    status = Path("/proc/self/status").read_text()
+    resident = int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e9
+    assert Overlap().summary()["peak_host_gb"] == pytest.approx(resident, rel=0.05)
+    assert Overlap().summary()["peak_gpu_gb"] == 0 or torch.cuda.is_available()
