@@ -169,6 +169,19 @@ def test_nothing_to_do_loads_no_target(
     assert result.message == "nothing to do: all 120 samples are stored"
 
 
+def test_the_time_of_tokenising_is_told_where_the_cache_is_cold(
+    config: ExtractConfig, full_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extract_module, "start_processes", None)
+    notes: list[str] = []
+    whole = replace(config, store=full_store, sample_cache=tmp_path / "cold")
+    for _ in range(2):  # cold, then warm
+        result = extract(whole, lambda event: notes.append(event.text) if isinstance(event, Note) else None)
+        assert result.outcome == "nothing to do"
+    [told] = [note for note in notes if note.startswith("tokenised")]
+    assert re.fullmatch(rf"tokenised 123 rows in \d+ s; kept in {tmp_path / 'cold'} for the next start", told)
+
+
 def test_nothing_to_do_says_that_another_targets_weights_were_not_compared(
     config: ExtractConfig, full_store: Path, tiny_target: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
