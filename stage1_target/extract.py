@@ -24,7 +24,7 @@ from dflash_train.machine.runs import logs_folder
 from dflash_train.machine.torchrun import TorchrunPlace, rank_devices, torchrun_place, torchrun_store
 from dflash_train.stage1_target.events import Event, Note, Progress, Report, Tokenising
 from dflash_train.stage1_target.extract_config import ExtractConfig
-from dflash_train.stage1_target.forecast import Forecast, free_bytes
+from dflash_train.stage1_target.forecast import Forecast, lacking_room
 from dflash_train.stage1_target.preparation import (
     Prepared,
     open_if_there,
@@ -39,7 +39,7 @@ from dflash_train.store.creation import clean_staging, store_lock
 from dflash_train.store.files import StoreError
 from dflash_train.store.location import StoreUrl, beside
 from dflash_train.store.upload import check_spool, check_writable, store_exists
-from dflash_train.units import format_bytes, format_count
+from dflash_train.units import format_count
 
 __all__ = ["Event", "ExtractConfig", "ExtractResult", "Forecast", "Note", "Progress", "Tokenising", "extract"]
 
@@ -284,10 +284,4 @@ def _lacking_room(prepared: Prepared, done: NDArray[np.bool_]) -> str | None:
     needed = int((forecast.needed_bytes - forecast.frozen_bytes) * share)
     if not store_exists(config.store):
         needed += forecast.frozen_bytes
-    needed, free = min(needed, config.max_store_bytes or needed), free_bytes(config.store)
-    if needed <= free:
-        return None
-    return (
-        f"What is left takes {format_bytes(needed)}, but {config.store} has {format_bytes(free)} free: "
-        f"{format_bytes(needed - free)} more are needed before the next run."
-    )
+    return lacking_room(config.store, min(needed, config.max_store_bytes or needed))

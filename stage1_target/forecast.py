@@ -126,6 +126,17 @@ def free_bytes(store: Path) -> int:
     return shutil.disk_usage(place).free
 
 
+def lacking_room(store: Path, needed: int) -> str | None:
+    """How much the disk lacks for needed bytes, in one sentence; None where it suffices."""
+    free = free_bytes(store)
+    if needed <= free:
+        return None
+    return (
+        f"What is left takes {format_bytes(needed)}, but {store} has {format_bytes(free)} free: "
+        f"{format_bytes(needed - free)} more are needed before the next run."
+    )
+
+
 def make_forecast(
     table: SampleTable,
     pending: NDArray[np.int64],

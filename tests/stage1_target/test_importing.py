@@ -1,5 +1,6 @@
 """Hidden states in the layouts of speculators and SpecForge, made here without either, become a store that trains."""
 
+import errno
 import gzip
 import io
 import os
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -343,6 +345,30 @@ def test_a_stop_and_a_failure_lose_nothing(config: ImportConfig, target: Target)
     assert (result.num_new, result.num_stored) == (5, 3)
     assert_imported(config.store, target)
     assert not list((config.store / ".staging").iterdir())
+
+
+def test_a_full_disk_says_how_much_is_missing_and_loses_nothing(
+    config: ImportConfig, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_specforge(config.source, target)
+    write, room = Files.write, 30_000
+
+    def full(self: Files, descriptor: int, data: memoryview) -> int:
+        nonlocal room
+        if len(data) > room and (config.store / "segments").exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        room -= len(data) if (config.store / "segments").exists() else 0
+        return write(self, descriptor, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Files, "write", full)
+        patch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=1024))
+        wanted = r"the disk is full, .* What is left takes .* KiB, but .* has 1\.0 KiB free: .* KiB more are needed"
+        with pytest.raises(StoreError, match=wanted):
+            import_store(config)
+    before = len(contents(config.store))
+    assert before < 8 and import_store(config).num_new == 8 - before
+    assert_imported(config.store, target)
 
 
 class Killed(BaseException):
