@@ -15,13 +15,16 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dflash_train.machine.devices import Device, group_devices, parse_devices
 from dflash_train.machine.launch import start_processes, stop_signals
 from dflash_train.machine.runs import logs_folder
 from dflash_train.machine.torchrun import TorchrunPlace, rank_devices, torchrun_place, torchrun_store
 from dflash_train.stage1_target.events import Event, Note, Progress, Report, Tokenising
 from dflash_train.stage1_target.extract_config import ExtractConfig
-from dflash_train.stage1_target.forecast import Forecast
+from dflash_train.stage1_target.forecast import Forecast, lacking_room
 from dflash_train.stage1_target.preparation import (
     Prepared,
     open_if_there,
@@ -33,8 +36,9 @@ from dflash_train.stage1_target.ranks import RankEnd, Ranks
 from dflash_train.stage1_target.supervisor import Supervisor
 from dflash_train.stage1_target.writer import GPU_THREADS
 from dflash_train.store.creation import clean_staging, store_lock
-from dflash_train.store.location import beside
-from dflash_train.store.upload import check_spool, check_writable
+from dflash_train.store.files import StoreError
+from dflash_train.store.location import StoreUrl, beside
+from dflash_train.store.upload import check_spool, check_writable, store_exists
 from dflash_train.units import format_count
 
 __all__ = ["Event", "ExtractConfig", "ExtractResult", "Forecast", "Note", "Progress", "Tokenising", "extract"]
@@ -57,7 +61,7 @@ class ExtractResult:
     seconds: float = 0.0
     """From the start of the workers."""
     failures: list[str] = field(default_factory=list)
-    """Workers that died, and batches given up."""
+    """Workers that died, batches given up, and, where the disk is too small for what is left, by how much."""
 
     @property
     def exit_status(self) -> int:
@@ -245,7 +249,13 @@ def _run_workers(
         name,
     ) as group:
         run = Supervisor(prepared, group, report, stop, created_elsewhere)
-        run.run()
+        try:
+            run.run()
+        except StoreError as error:
+            lack = _lacking_room(prepared, stored_indices(prepared.table, open_if_there(config.store)))
+            if lack is None:
+                raise
+            raise StoreError(f"{error} {lack}") from error
     return run
 
 
@@ -259,4 +269,19 @@ def _sum_up(
     result.num_new_tokens = sum(end.num_new_tokens for end in ends)
     result.seconds = time.monotonic() - started
     result.failures = [failure for end in ends for failure in end.failures]
+    if result.outcome == "failed" and (lack := _lacking_room(prepared, done)) is not None:
+        result.failures.append(lack)
     return result
+
+
+def _lacking_room(prepared: Prepared, done: NDArray[np.bool_]) -> str | None:
+    """How much the disk lacks for what is left, by the forecast; None where it suffices, or for a store at a URL."""
+    config, forecast = prepared.config, prepared.forecast
+    if isinstance(config.store, StoreUrl):
+        return None
+    lengths = prepared.table.lengths
+    share = int(lengths[~done].sum()) / max(int(lengths[prepared.pending].sum()), 1)
+    needed = int((forecast.needed_bytes - forecast.frozen_bytes) * share)
+    if not store_exists(config.store):
+        needed += forecast.frozen_bytes
+    return lacking_room(config.store, min(needed, config.max_store_bytes or needed))

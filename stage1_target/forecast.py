@@ -6,6 +6,7 @@ import math
 import shutil
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,25 @@ def frozen_bytes(encoding: Encoding, text_config: Any, table_bytes: int) -> int:
     return tables * int(text_config.vocab_size) * int(text_config.hidden_size) * table_bytes + calibration
 
 
+def free_bytes(store: Path) -> int:
+    """What is free where a store is, or will be."""
+    place = store.absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def lacking_room(store: Path, needed: int) -> str | None:
+    """How much the disk lacks for needed bytes, in one sentence; None where it suffices."""
+    free = free_bytes(store)
+    if needed <= free:
+        return None
+    return (
+        f"What is left takes {format_bytes(needed)}, but {store} has {format_bytes(free)} free: "
+        f"{format_bytes(needed - free)} more are needed before the next run."
+    )
+
+
 def make_forecast(
     table: SampleTable,
     pending: NDArray[np.int64],
@@ -138,9 +158,6 @@ def make_forecast(
     num_pending_tokens = int(table.lengths[pending].sum())
     frozen = 0 if store_exists else frozen_bytes(encoding, text_config, table_bytes) + tokenizer_bytes
     rank = encoding.rank or resolve_rank(AUTO_RANK, hidden_size)
-    place = None if isinstance(store, StoreUrl) else store.absolute()
-    while place is not None and not place.exists():
-        place = place.parent
     percentiles = np.percentile(table.lengths, PERCENTILES, method="nearest").astype(int)
     return Forecast(
         num_samples=len(table),
@@ -166,6 +183,6 @@ def make_forecast(
         },
         needed_bytes=sample_bytes(encoding, len(pending), num_pending_tokens) + frozen,
         frozen_bytes=frozen,
-        free_bytes=None if place is None else shutil.disk_usage(place).free,
+        free_bytes=None if isinstance(store, StoreUrl) else free_bytes(store),
         store=store,
     )

@@ -28,6 +28,7 @@ from dflash_train.errors import InputError
 from dflash_train.machine.launch import stop_signals
 from dflash_train.stage1_target.calibration import calibrate_states, calibration_of
 from dflash_train.stage1_target.encoding_choice import resolve_encoding
+from dflash_train.stage1_target.forecast import lacking_room
 from dflash_train.stage1_target.foreign import ForeignSample, Layout, StateFile, UnusableFile, open_layout
 from dflash_train.stage1_target.identity import (
     build_manifest,
@@ -52,6 +53,7 @@ from dflash_train.store.calibration import Calibration
 from dflash_train.store.consumed import read_consumed
 from dflash_train.store.creation import clean_staging, create_store, store_lock
 from dflash_train.store.encoding import Encoding, are_sound, unsound_state
+from dflash_train.store.files import StoreError
 from dflash_train.store.reader import StoreReader, open_manifest
 from dflash_train.store.reference import ReferenceWriter
 from dflash_train.store.segment import SegmentWriter
@@ -117,7 +119,13 @@ def import_store(config: ImportConfig, report: Report | None = None) -> ImportRe
             check_target(reader, target, encoding)
         vocab_size = target.vocab_size
         del target
-        run.store(pending, reader, vocab_size, stop.is_set)
+        try:
+            run.store(pending, reader, vocab_size, stop.is_set)
+        except StoreError as error:
+            lack = lacking_room(config.store, run.bytes_left(pending))
+            if lack is None:
+                raise
+            raise StoreError(f"{error} {lack}") from error
         run.result.seconds = time.monotonic() - started
         return run.result
 
@@ -132,6 +140,7 @@ class _Import:
         self.layout = layout
         self.encoding = encoding
         self.result = ImportResult(num_files=len(layout.files))
+        self._num_committed = 0
         self._padding = padding
         self._report = report
         self._device = torch.device(config.device)
@@ -295,6 +304,7 @@ class _Import:
                 logger.warning("%s: %s.", file.path, reason)
             if segment.num_bytes >= config.segment_bytes or segment.age_seconds >= config.segment_seconds:
                 segment.commit()
+                self._num_committed = number
                 reference.commit()
                 segment = SegmentWriter(config.store, self.encoding, attributes)
             self._report((number, len(files)))
@@ -304,6 +314,11 @@ class _Import:
                 break
         segment.commit()
         reference.commit()
+
+    def bytes_left(self, files: Sequence[StateFile]) -> int:
+        """About what the files that `store` has not committed will take, from their sizes."""
+        state_bytes = sum(_version(file)[0] for file in files[self._num_committed :])
+        return state_bytes * self.encoding.bytes_per_token // (2 * self.encoding.num_states)
 
     def _soundness(self, states: torch.Tensor) -> torch.Tensor:
         """Which states of a sample [T, L * H] may be stored, bool [T, L]."""

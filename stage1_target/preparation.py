@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import logging
+import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -42,6 +43,7 @@ from dflash_train.store.manifest import format_id
 from dflash_train.store.mask_token import default_mask_token, mask_token_wanted
 from dflash_train.store.reader import StoreReader, open_manifest
 from dflash_train.store.upload import store_exists
+from dflash_train.units import format_count, format_duration
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +111,17 @@ def prepare(config: ExtractConfig, report: Report) -> Prepared:
             known["calibration_hash"] = calibration.hash
         refuse_differences(config.store, reader.manifest.differences(replace(reader.manifest, **known)))
     cache = config.sample_cache or user_cache_folder() / "samples"
-    table = prepare_samples(data, tokenizer, cache, lambda done, rows: report(Tokenising(done, rows)))
+    began = time.monotonic()
+    tokenised: list[int] = []
+
+    def tokenising(done: int, rows: int | None) -> None:
+        tokenised[:] = [done]
+        report(Tokenising(done, rows))
+
+    table = prepare_samples(data, tokenizer, cache, tokenising)
+    if tokenised:  # not in the cache
+        seconds = format_duration(time.monotonic() - began)
+        report(Note(f"tokenised {format_count(tokenised[0], 'row')} in {seconds}; kept in {cache} for the next start"))
     pending = np.flatnonzero(~stored_indices(table, reader))
     if reader is not None and not len(pending) and reader.manifest.target_name != config.target.name:
         report(

@@ -133,18 +133,24 @@ def read_consumed(store: StoreLocation) -> Consumed:
         return Consumed()  # only local stores are consumed
     consumed = Consumed(segments=consumed_segments(store))
     for name in sorted(consumed.segments):
-        path = store / CONSUMED / f"{name}.json"
-        try:
-            values = json.loads(path.read_bytes())
-            body = values["consumed"]
-            if extend_crc(0, canonical_json(body)) != values["crc32c"]:
-                raise ValueError("its crc32c does not fit")
-            consumed.ids.update(int(identity, 16) for identity in body["ids"])
-            consumed.quarantined += body["quarantined"]
-            consumed.num_tokens += body["num_tokens"]
-        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-            raise StoreError(
-                f"{path} is damaged ({error}): it lists samples that were trained on and removed. Restore it from a copy, "
-                "or remove it to have those samples stored again."
-            ) from error
+        ids, body = read_record(store / CONSUMED / f"{name}.json")
+        consumed.ids |= ids
+        consumed.quarantined += body["quarantined"]
+        consumed.num_tokens += body["num_tokens"]
     return consumed
+
+
+def read_record(path: Path) -> tuple[set[int], dict[str, Any]]:
+    """The ids of one record, and all of it; a file that was changed in any byte raises StoreError."""
+    try:
+        text = path.read_bytes()
+        values = json.loads(text)
+        body = values["consumed"]
+        if extend_crc(0, canonical_json(body)) != values["crc32c"] or canonical_json(values) != text:
+            raise ValueError("its crc32c does not fit")
+        return {int(identity, 16) for identity in body["ids"]}, {**body, "num_tokens": int(body["num_tokens"])}
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise StoreError(
+            f"{path} is damaged ({error}): it lists samples that were trained on and removed. Restore it from a copy, "
+            "or remove it to have those samples stored again."
+        ) from error

@@ -73,6 +73,7 @@ class SegmentWriter:
         self._samples: list[tuple[int, ...]] = []
         self._quarantined: list[dict[str, Any]] = []
         self._started: float | None = None
+        self._has_staging = False
         self._finished = False
 
     @property
@@ -140,7 +141,7 @@ class SegmentWriter:
         """Drop everything that was appended; calling it twice, or after commit, is fine."""
         for rows in self._rows.values():
             rows.file.close()
-        if not self._finished and self._started is not None:
+        if not self._finished and self._has_staging:  # never another writer's of the same id
             self._files.remove_tree(self._staging)
         self._finished = True
 
@@ -196,6 +197,7 @@ class SegmentWriter:
     def _make_staging(self) -> None:
         self._files.make_directories(self._staging.parent)  # a copied store may have lost its empty folder
         self._files.make_directory(self._staging)
+        self._has_staging = True
 
     def _finish(self) -> None:
         """Write what was missing until the rows were known, and fsync everything below the staging folder."""

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from dflash_train.store.arrays import INNER_ROWS, read_array
 from dflash_train.store.calibration import CALIBRATION, Calibration
 from dflash_train.store.checksums import CHECKSUMS_NAME, Checksum, check_sum, extend_crc, read_checksums, sum_file
+from dflash_train.store.consumed import CONSUMED, consumed_segments, read_record
 from dflash_train.store.creation import (
     EMBED_TOKENS,
     LM_HEAD,
@@ -143,9 +144,11 @@ class _Verifier:
         self.report.problems.append(Problem(segment, sample, file, str(error)))
 
     def verify_root(self) -> None:
-        """Check manifest, calibration and frozen target."""
+        """Check manifest, calibration, frozen target, and the records of segments that were removed."""
         checksums = self._verify_files(self.path, None, self._root_files())
         sound = not self.report.problems
+        for segment in sorted(consumed_segments(self.path)):
+            self._verify_record(f"{CONSUMED}/{segment}.json")
         try:
             self.segment_ids = list_segments(self.path)
             self.report.num_segments = len(self.segment_ids)
@@ -158,6 +161,14 @@ class _Verifier:
         if sound:
             for file, error in _root_errors(self.path, manifest, self.encoding, checksums):
                 self.problem(None, None, file, error)
+
+    def _verify_record(self, file: str) -> None:
+        """Check what a removed segment held: no checksums.json lists it, it has a crc32c of its own."""
+        try:
+            read_record(self.path / file)
+            self._advance((self.path / file).stat().st_size)
+        except StoreError as error:
+            self.problem(None, None, file, error)
 
     def _root_files(self) -> Iterator[Path]:
         """Files of the root that must be listed; unknown entries beside them are none of our business."""

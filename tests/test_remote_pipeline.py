@@ -23,11 +23,14 @@ from dflash_train.stage2_drafter.run_folder import read_metrics
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.slow
+SAID: list[str] = []
+"""Whatever the commands have printed in this process."""
 TIMES = ("tokens_per_second", "wait_share")
 
 
 def dflash(*words: object, status: int = 0) -> Result:
     result = CliRunner().invoke(main, [str(word) for word in words])
+    SAID.append(result.output)
     assert result.exit_code == status, result.output
     return result
 
@@ -102,7 +105,9 @@ def test_remote_store_gives_the_local_stores_drafter_bit_for_bit(
     assert sum(path.stat().st_size for path in tmp_path.glob("cache/*/rows/*/*")) <= 30_000
     assert f'store = ["{url}"]' in (far / "recipe.toml").read_text()
 
-    written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} | s3.objects()
+    written: dict[Any, bytes] = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    written |= s3.objects() | {f"output {number}": text.encode() for number, text in enumerate(SAID)}
+    assert len(SAID) > 6 and any(path.suffix == ".log" for path in written if isinstance(path, Path))
     for secret in (s3.secret, "AKIAXXXXXXXXXXXXXXXX"):
         assert [name for name, content in written.items() if secret.encode() in content] == []
 
@@ -147,4 +152,8 @@ def test_what_goes_wrong_with_the_bucket_is_one_line(
     s3.fault()
     output = dflash(*extract, "--store", "s3://no-such-bucket/s.zarr", status=1).stderr
     assert "s3://no-such-bucket is not there. Make it, or correct" in output
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong+secret/of+somebody")
+    s3.fault("/s.zarr", status=403, code="SignatureDoesNotMatch")
+    output = dflash(*extract, "--store", s3.url("s.zarr"), status=1).output
+    assert "refuses to read" in output and "wrong+secret" not in output and s3.secret not in output
     assert not list(tmp_path.glob("*.logs")) and not list(tmp_path.glob("*.toml"))

@@ -1,20 +1,26 @@
 """Speculative decoding gives the target's own greedy output, whatever the drafter says."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dflash_train.errors import InputError
 from dflash_train.speculate import decode
 from dflash_train.speculate.decode import DecodeResult, HiddenStateTaps, Round, plain_decode, speculative_decode
 from dflash_train.stage1_target.target import Target
-from dflash_train.stage2_drafter.drafter import Drafter
+from dflash_train.stage2_drafter.checkpoint import export_tensors
+from dflash_train.stage2_drafter.drafter import Drafter, load_drafter
+from dflash_train.store.calibration import Calibration
+from dflash_train.store.encoding import is_projected, make_encoding
 
 MakeTarget = Callable[[str], Target]
 MakeDrafter = Callable[..., Drafter]
@@ -243,3 +249,47 @@ def test_one_new_token_needs_no_round(make_tiny_target: MakeTarget, make_tiny_dr
     result: DecodeResult = speculative_decode(target, make_tiny_drafter(target), [2, 7], 1)
     assert result.token_ids == plain_decode(target, [2, 7], 1).token_ids
     assert result.rounds == []
+
+
+class FcOnStored(nn.Module):
+    """`fc` as it is trained on a store: on D⁻¹h or P D⁻¹h, not on the raw states h [..., L·H]."""
+
+    def __init__(self, weight: Tensor, calibration: Calibration) -> None:
+        super().__init__()
+        self.weight, self.calibration = weight, calibration
+
+    def forward(self, states: Tensor) -> Tensor:
+        features = states / self.calibration.channel_scale
+        projection = self.calibration.projection
+        return F.linear(features if projection is None else features @ projection.T, self.weight)
+
+
+@pytest.mark.parametrize("encoding_name", ["int8", "projected-int8", "projected-int4"])
+def test_acceptance_is_the_same_through_the_exported_checkpoint(
+    encoding_name: str, make_tiny_target: MakeTarget, make_tiny_drafter: MakeDrafter, tmp_path: Path
+) -> None:
+    """D and P, folded into fc and rounded to bf16, change no round against the drafter as it was trained."""
+    target = make_tiny_target("llama")
+    rank = 23 if is_projected(encoding_name) else None
+    encoding = make_encoding(encoding_name, len(target.target_layer_ids), target.hidden_size, rank)
+    generator = torch.Generator().manual_seed(4)
+    scale = torch.exp(2 * torch.randn(encoding.num_states, generator=generator))
+    rows = torch.linalg.qr(torch.randn(len(scale), len(scale), generator=generator)).Q[: rank or 0].contiguous()
+    calibration = Calibration(scale, projection=None if rank is None else rows)
+    trained = make_tiny_drafter(target, seed=1)
+    weight = torch.randn(target.hidden_size, encoding.num_features, generator=generator)
+    masters = {**trained.state_dict(), "fc.weight": weight}
+    (tmp_path / "config.json").write_text(json.dumps(trained.config.to_json()))
+    save_file(export_tensors(masters, encoding, calibration), tmp_path / "model.safetensors")
+    exported = load_drafter(tmp_path, torch.float32)
+    trained.load_state_dict(exported.state_dict())  # all else as exported, so that only fc differs
+    trained.fc = FcOnStored(weight, calibration)  # type: ignore[assignment]
+    lengths: list[int] = []
+    for seed in range(12):
+        prompt = random_prompt(5 + seed, target.vocab_size, seed)
+        ours, engines = (speculative_decode(target, drafter, prompt, 40) for drafter in (trained, exported))
+        assert ours.rounds == engines.rounds
+        lengths += ours.acceptance_lengths
+    assert 1.05 < sum(lengths) / len(lengths) < 4, "a number that could have differed"
+    trained.fc = FcOnStored(-weight, calibration)  # type: ignore[assignment]
+    assert speculative_decode(target, trained, prompt, 40).rounds != engines.rounds, "fc matters here"

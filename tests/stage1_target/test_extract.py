@@ -2,6 +2,7 @@ import errno
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from dflash_train.stage1_target.host_buffers import HostBuffers
 from dflash_train.stage1_target.overlap import Overlap
 from dflash_train.stage1_target.recompute import recompute_samples
 from dflash_train.stage1_target.samples import DataConfig, SampleTable
+from dflash_train.stage1_target.supervisor import Supervisor
 from dflash_train.stage1_target.target import Target, load_target
 from dflash_train.stage1_target.target_config import TargetConfig, load_model_config, load_tokenizer
 from dflash_train.stage1_target.writer import StoreWriter
@@ -166,6 +168,19 @@ def test_nothing_to_do_loads_no_target(
     result = extract(replace(config, store=full_store))
     assert (result.outcome, result.exit_status) == ("nothing to do", 0)
     assert result.message == "nothing to do: all 120 samples are stored"
+
+
+def test_the_time_of_tokenising_is_told_where_the_cache_is_cold(
+    config: ExtractConfig, full_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extract_module, "start_processes", None)
+    notes: list[str] = []
+    whole = replace(config, store=full_store, sample_cache=tmp_path / "cold")
+    for _ in range(2):  # cold, then warm
+        result = extract(whole, lambda event: notes.append(event.text) if isinstance(event, Note) else None)
+        assert result.outcome == "nothing to do"
+    [told] = [note for note in notes if note.startswith("tokenised")]
+    assert re.fullmatch(rf"tokenised 123 rows in \d+ s; kept in {tmp_path / 'cold'} for the next start", told)
 
 
 def test_nothing_to_do_says_that_another_targets_weights_were_not_compared(
@@ -463,6 +478,44 @@ def test_a_killed_parent_loses_no_sample(config: ExtractConfig, tmp_path: Path) 
     assert list((folder_of(config) / ".staging").iterdir()) == []
 
 
+LACK = r"What is left takes .* [KM]iB, but .* has 1\.0 KiB free: [0-9.]+ [KM]iB more are needed before the next run"
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=1024))
+
+
+def test_workers_that_die_on_a_full_disk_leave_how_much_is_missing_and_lose_nothing(
+    config: ExtractConfig, groups: list[ProcessGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[int] = []
+
+    def fill_and_kill(event: Event) -> None:
+        if isinstance(event, Progress) and event.num_samples and not killed:
+            fill_disk(monkeypatch)
+            killed.append(groups[0].processes[0].pid)
+            os.kill(killed[0], signal.SIGKILL)
+
+    result = extract(config, fill_and_kill)
+    assert (result.outcome, result.exit_status) == ("failed", 1)
+    assert "was killed by SIGKILL" in result.failures[0] and re.match(LACK, result.failures[-1])
+    monkeypatch.undo()
+    assert extract(config).outcome == "finished"
+    assert_whole(folder_of(config))
+
+
+def test_a_worker_that_finds_the_disk_full_ends_the_extract_with_how_much_is_missing(
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(_self: Any) -> None:
+        fill_disk(monkeypatch)
+        raise StoreError("Writing x failed at 7 bytes: the disk is full.")
+
+    monkeypatch.setattr(Supervisor, "run", run)
+    with pytest.raises(StoreError, match=rf"^Writing x failed at 7 bytes: the disk is full\. {LACK}"):
+        extract(config)
+
+
 # What follows runs a worker's parts in this process.
 
 
@@ -660,11 +713,15 @@ def test_a_full_disk_is_one_sentence_and_commits_nothing(
         room -= len(data)
         return write_bytes(self, descriptor, data)
 
-    monkeypatch.setattr(Files, "write", full)
-    with pytest.raises(StoreError, match="the disk is full"):
-        write(config, table, [part for index in range(40) for part in forwarder.run([index])])
+    batches = [part for index in range(40) for part in forwarder.run([index])]
+    with monkeypatch.context() as patch:
+        patch.setattr(Files, "write", full)
+        with pytest.raises(StoreError, match="the disk is full"):
+            write(config, table, batches)
     assert list((folder_of(config) / ".staging").iterdir()) == []
     assert len(StoreReader(config.store).samples) == 0
+    _, reader = write(config, table, batches)  # after somebody made room
+    assert sorted(reader.samples["id"].tolist()) == sorted(table.ids[:40].tolist())
 
 
 def test_a_segment_is_committed_when_it_is_full_or_old(

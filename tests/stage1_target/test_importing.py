@@ -1,12 +1,16 @@
 """Hidden states in the layouts of speculators and SpecForge, made here without either, become a store that trains."""
 
+import errno
 import gzip
 import io
 import os
+import shutil
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -27,6 +31,7 @@ from dflash_train.stage1_target.target_config import TargetConfig
 from dflash_train.stage1_target.writer import StoreWriter
 from dflash_train.store.consumed import remove_segments
 from dflash_train.store.encoding import make_encoding
+from dflash_train.store.files import Files
 from dflash_train.store.manifest import StoreError
 from dflash_train.store.opened import Segment
 from dflash_train.store.reader import StoreReader
@@ -340,6 +345,99 @@ def test_a_stop_and_a_failure_lose_nothing(config: ImportConfig, target: Target)
     assert (result.num_new, result.num_stored) == (5, 3)
     assert_imported(config.store, target)
     assert not list((config.store / ".staging").iterdir())
+
+
+def test_a_full_disk_says_how_much_is_missing_and_loses_nothing(
+    config: ImportConfig, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_specforge(config.source, target)
+    write, room = Files.write, 30_000
+
+    def full(self: Files, descriptor: int, data: memoryview) -> int:
+        nonlocal room
+        if len(data) > room and (config.store / "segments").exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        room -= len(data) if (config.store / "segments").exists() else 0
+        return write(self, descriptor, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Files, "write", full)
+        patch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=1024))
+        wanted = r"the disk is full, .* What is left takes .* KiB, but .* has 1\.0 KiB free: .* KiB more are needed"
+        with pytest.raises(StoreError, match=wanted):
+            import_store(config)
+    before = len(contents(config.store))
+    assert before < 8 and import_store(config).num_new == 8 - before
+    assert_imported(config.store, target)
+
+
+class Killed(BaseException):
+    """Nothing may clean up after it."""
+
+
+class Dying:
+    """Counts the calls that change the disk, and ends the process, as it were, at one of them and ever after."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, stop_at: int | None = None) -> None:
+        self.num_calls, self._stop_at, self._lock = 0, stop_at, threading.Lock()
+        for name in ("open", "write", "fsync", "make_directory", "sync_directory", "rename", "remove_tree"):
+            patch.setattr(Files, name, self._counted(getattr(Files, name)))
+
+    def _counted(self, original: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            with self._lock:
+                if self._stop_at is not None and self.num_calls >= self._stop_at:
+                    raise Killed
+                self.num_calls += 1
+            return original(*arguments)
+
+        return call
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_kill_at_any_call_loses_and_doubles_nothing(
+    config: ImportConfig, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_new: bool
+) -> None:
+    """Creation, two segments, a quarantined file and reference samples; or the same into a store that is there."""
+    monkeypatch.setattr("dflash_train.store.reference.ONE_IN", 1)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(importing, "load_target", lambda *_arguments: target)
+    write_specforge(config.source, target, LENGTHS[:2])
+    (config.source / "rows_0-4" / "data_2.ckpt").write_bytes(b"")
+    config = replace(config, encoding="int8", segment_bytes=1, check_samples=0)
+    wanted = {tuple(tokens_of(number, LENGTHS[number])[0]) for number in range(2)}
+    base = tmp_path / "base"
+    if not is_new:
+        whole = import_store(replace(config, store=base))
+        assert whole.num_new == 2
+        for segment in [*(base / "segments").glob("2*"), *(base / "reference").glob("2*")]:
+            shutil.rmtree(segment)
+
+    def begin() -> ImportConfig:
+        shutil.rmtree(config.store, ignore_errors=True)
+        if not is_new:
+            shutil.copytree(base, config.store)
+        return config
+
+    with monkeypatch.context() as patch:
+        counted = Dying(patch)
+        import_store(begin())
+    assert counted.num_calls > (150 if is_new else 90)
+    for stop_at in range(0, counted.num_calls, 7 if is_new else 1):  # test_crashes.py stops creation at every call
+        begin()
+        with monkeypatch.context() as patch:
+            Dying(patch, stop_at)
+            with pytest.raises(Killed):
+                import_store(config)
+        before: set[tuple[int, ...]] = set()
+        if config.store.exists():
+            before = set(contents(config.store))
+        result = import_store(config)
+        assert result.num_new == 2 - len(before), stop_at
+        assert before <= wanted and set(contents(config.store)) == wanted, stop_at
+        assert len(StoreReader(config.store).quarantined()) == 1
+        assert verify_store(config.store).leftovers == [], stop_at
 
 
 def test_a_store_of_extract_is_filled_up_and_nothing_is_stored_twice(

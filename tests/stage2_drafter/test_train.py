@@ -31,6 +31,7 @@ from dflash_train.stage2_drafter.run_folder import read_ledger, read_metrics
 from dflash_train.stage2_drafter.train import RankDied, train
 from dflash_train.stage2_drafter.trainer import Rank, Trainer
 from dflash_train.store.calibration import Calibration
+from dflash_train.store.direct import DirectFile
 from dflash_train.store.reader import StoreReader
 from dflash_train.store.segment import SegmentWriter
 
@@ -294,6 +295,26 @@ def test_a_projected_store_trains_resumes_and_exports_the_standard_format(
     states = reader.encoding.scaled_states(decoded, reader.calibration) * reader.calibration.channel_scale
     engine, ours = states @ drafter.fc.weight.detach().float().T, decoded @ trained.T
     assert float((engine - ours).norm() / ours.norm()) < 0.01
+
+
+@pytest.mark.parametrize("encoding_name", ["bf16", "int8"])
+def test_direct_io_reaches_the_reader_and_changes_no_number(
+    make_store: MakeStore, make_train_config: MakeConfig, encoding_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(encoding_name=encoding_name)
+    plain, direct = make_train_config(store, steps=3), make_train_config(store, run="direct", steps=3, direct_io=True)
+    run_here(plain)
+    opened: list[Path] = []
+
+    class Counted(DirectFile):
+        def __init__(self, path: Path, straight: bool) -> None:
+            opened.append(path)
+            super().__init__(path, straight)
+
+    monkeypatch.setattr("dflash_train.store.opened.DirectFile", Counted)
+    run_here(direct)
+    assert opened and all("features" in path.parts for path in opened)
+    assert curve(direct.run) == curve(plain.run) and equal(direct.run, plain.run)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

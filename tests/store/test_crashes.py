@@ -6,6 +6,7 @@ it, and as a power cut might, where only fsynced contents and directory entries 
 
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,20 @@ import numpy as np
 import pytest
 import torch
 
+from dflash_train.store.consumed import (
+    CONSUMER_STAGING,
+    COPY_SOURCE,
+    TRASH,
+    finish_removals,
+    read_consumed,
+    remove_segments,
+)
 from dflash_train.store.creation import clean_staging, create_store, store_lock
 from dflash_train.store.files import Files, list_temporaries, write_directory
 from dflash_train.store.index import read_index
 from dflash_train.store.manifest import StoreError
 from dflash_train.store.opened import list_segments
+from dflash_train.store.plan import Plan, read_plan, write_plan
 from dflash_train.store.reader import StoreReader, open_manifest
 from dflash_train.store.reference import ReferenceWriter, open_references, read_references
 from dflash_train.store.segment import SegmentWriter
@@ -294,6 +304,71 @@ def test_index_cache_survives_a_stop_after_every_call(
 def _prefixes(path: Path) -> list[list[str]]:
     names = list_segments(path)
     return [names[:count] for count in range(1, len(names) + 1)]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_consuming_survives_a_stop_after_every_call(with_: Any, quick_path: Path, begun: bool) -> None:
+    """Copies of held-out samples, records, and segments that go; or (begun) what a killed trainer has recorded only."""
+    maker = with_(num_layers=1, hidden_size=4)
+    base = quick_path / "base"
+    base.mkdir()
+    maker.create(base / "s.zarr")
+    names = [maker.add_segment(base / "s.zarr", [2 * number, 2 * number + 1], [3, 5]) for number in range(3)]
+    reader = StoreReader(base / "s.zarr")
+    gone = {name: (reader.entry(name).samples, reader.entry(name).quarantined) for name in names[:2]}
+    if begun:
+        shutil.copytree(base / "s.zarr", quick_path / "removed")
+        remove_segments(quick_path / "removed", gone)
+        shutil.copytree(quick_path / "removed" / "consumed", base / "s.zarr" / "consumed")
+    copied = maker.sample(1, 5)
+
+    def work(root: Path, files: Files) -> None:
+        path = root / "s.zarr"
+        if begun:
+            finish_removals(path, files)
+            return
+        writer = SegmentWriter(path, maker.encoding, {"copied": COPY_SOURCE}, files, staging=CONSUMER_STAGING)
+        writer.append(**copied)
+        writer.commit()
+        remove_segments(path, gone, files)
+
+    def check(root: Path, finished: bool) -> None:
+        path = root / "s.zarr"
+        for _ in range(2):  # what a kill left; then, after the next start
+            assert verify_store(path).problems == []
+            stored, record = StoreReader(path).stored_ids(), read_consumed(path)
+            assert stored | record.ids == set(range(1000, 1006)) and record.segments <= set(names[:2])
+            assert set(list_segments(path)) | record.segments >= set(names), (
+                "a segment goes only once its record is there"
+            )
+            assert not finished or record.segments == set(names[:2])
+            finish_removals(path)
+            assert not set(list_segments(path)) & record.segments
+        left = {name: table for name, table in gone.items() if name in list_segments(path)}
+        remove_segments(path, left)
+        assert read_consumed(path).ids == {1000, 1001, 1002, 1003} and names[2] in list_segments(path)
+        assert verify_store(path).leftovers == [] and not list((path / TRASH).iterdir())
+
+    assert crash_everywhere(base, work, check) > (5 if begun else 40)
+
+
+def test_plan_is_the_old_or_the_new_one_after_a_stop_at_any_call(with_: Any, quick_path: Path) -> None:
+    base = quick_path / "base"
+    base.mkdir()
+    path = with_(num_layers=1, hidden_size=4).create(base / "s.zarr")
+    old = Plan(samples=14, tokens=900, longest=507, state="running", beat=3, run="a")
+    new = replace(old, beat=4, state="finished")
+    write_plan(path, old)
+
+    def work(root: Path, files: Files) -> None:
+        write_plan(root / "s.zarr", new, files)
+
+    def check(root: Path, finished: bool) -> None:
+        assert read_plan(root / "s.zarr") in (old, new) and verify_store(root / "s.zarr").problems == []
+        write_plan(root / "s.zarr", new)
+        assert read_plan(root / "s.zarr") == new and not list((root / "s.zarr").glob(".tmp-*"))
+
+    assert crash_everywhere(base, work, check) >= 4
 
 
 def test_directory_appears_whole_or_not_at_all(quick_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A store that grows, shrinks and is merged under its readers."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from dflash_train.store import reader as reader_module
 from dflash_train.store.consumed import finish_removals, read_consumed, remove_segments
 from dflash_train.store.files import Files, StoreError
+from dflash_train.store.index import INDEX_NAME, read_index
 from dflash_train.store.joined import open_stores
 from dflash_train.store.opened import list_segments
 from dflash_train.store.plan import PLAN_NAME, Plan, read_plan, write_plan
@@ -18,13 +20,18 @@ from dflash_train.store.verify import verify_store
 PLAN = Plan(samples=14, tokens=900, longest=507, state="running", beat=3, run="a")
 
 
-def test_stores_with_equal_manifests_merge_by_moving_segment_folders(bf16: Any, tmp_path: Path) -> None:
-    """With and without an index; a sample that both have counts once."""
+@pytest.mark.parametrize("indexed", [False, True])
+def test_stores_with_equal_manifests_merge_by_moving_segment_folders(
+    bf16: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indexed: bool
+) -> None:
+    """With and without an index, which is that of before; a sample that both have counts once."""
+    monkeypatch.setattr(reader_module, "MIN_SEGMENTS", 1 if indexed else 1000)
     one, two = bf16.store(tmp_path / "one"), bf16.create(tmp_path / "two")
     bf16.add_segment(two, range(10, 24))  # 10 … 13 are in `one`, too
     assert StoreReader(one).manifest.differences(StoreReader(two).manifest) == []
     expected = StoreReader(one).stored_ids() | StoreReader(two).stored_ids()
     reader = StoreReader(one)
+    assert (one / INDEX_NAME).exists() == indexed
     for name in list_segments(two):
         (two / "segments" / name).rename(one / "segments" / name)
     assert reader.refresh() == 1
@@ -37,6 +44,7 @@ def test_stores_with_equal_manifests_merge_by_moving_segment_folders(bf16: Any, 
             found.read(index).features, twin["features"].view(np.uint16)[: found.samples["length"][index]]
         )
     assert verify_store(one).problems == [] and len(StoreReader(two).samples) == 0
+    assert list(read_index(one)) == (list_segments(one) if indexed else [])
 
 
 def test_several_stores_read_as_one(bf16: Any, with_: Any, tmp_path: Path) -> None:
@@ -80,6 +88,28 @@ def test_a_segment_that_goes_between_listing_and_opening_is_left_out(
     assert StoreReader(store).segment_ids == others
     with pytest.raises(StoreError, match=f"has no segment {first}"):
         StoreReader(store, segments=[first])
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("direct_io", [False, True])
+def test_a_segment_deleted_under_a_reader_is_read_on_or_named(
+    maker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indexed: bool, direct_io: bool
+) -> None:
+    """What is open stays readable; what is not yet, is an error that names the segment; never a wrong or empty row."""
+    monkeypatch.setattr(reader_module, "MIN_SEGMENTS", 1 if indexed else 1000)
+    store = maker.store(tmp_path / "store")
+    wanted = [StoreReader(store).read(index) for index in range(14)]
+    reader = StoreReader(store, direct_io=direct_io)
+    reader.read(0)
+    held, other, _ = reader.segment_ids
+    for name in (held, other):
+        shutil.rmtree(store / "segments" / name)
+    for index in range(7):
+        np.testing.assert_array_equal(reader.read(index).features, wanted[index].features)
+    for index in range(7, 14):
+        with pytest.raises(StoreError, match=rf"segments/{other}/.* could not be opened|has no segment {other}"):
+            reader.read(index)
+    assert len(StoreReader(store).samples) == 0 and verify_store(store).problems == []
 
 
 def test_a_dropped_segment_can_be_replaced_by_a_copy_of_some_of_its_samples(bf16: Any, tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def test_upload_that_died_at_any_request_is_never_seen_and_is_cleaned(
     kept = add_segment(bf16, location, range(3))
     before = s3.objects()
     call, died = Objects._call, 0
-    for stop in (0, 1, 5, 9, 10, 11):
+    for stop in range(12):
         calls = itertools.count()
 
         def dying(self: Any, what: str, name: str, function: Any, calls: Any = calls, stop: int = stop) -> Any:
@@ -237,7 +237,7 @@ def test_upload_that_died_at_any_request_is_never_seen_and_is_cleaned(
             assert clean_staging(locate("another machine")) == 0, "an upload may be going on there"
             clean_staging(location)
             assert s3.objects() == before and not list(location.spool.iterdir())
-    assert died == 5, "11 requests: 9 files, a listing, and the commit"
+    assert died == 11, "11 requests: 9 files, a listing, and the commit"
     assert len(StoreReader(location).samples) == 6
 
 
@@ -286,6 +286,37 @@ def test_second_creation_is_refused_at_every_moment(
     with pytest.raises(StoreError, match="exists already"):
         create(bf16, location)
     assert verify_store(location).problems == []
+
+
+def test_creation_that_died_at_any_request_is_no_store_and_is_taken_over(
+    bf16: Any, s3: Any, location: StoreUrl, locate: Callable[..., StoreUrl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, total, stop = Objects._call, 0, 0
+    monkeypatch.setattr(upload_module, "CLAIM_SECONDS", -1.0)
+    while not total:
+        calls = itertools.count()
+
+        def dying(self: Any, what: str, name: str, function: Any, calls: Any = calls, stop: int = stop) -> Any:
+            if next(calls) >= stop:
+                raise SystemExit  # and nothing may clean up after a kill
+            return call(self, what, name, function)
+
+        monkeypatch.setattr(Objects, "_call", dying)
+        try:
+            create(bf16, location)
+            total = stop
+        except SystemExit:
+            pass
+        monkeypatch.setattr(Objects, "_call", call)
+        if not total:
+            with pytest.raises(StoreError, match="has no zarr.json"):
+                StoreReader(locate(f"reader {stop}"))
+            create(bf16, locate("another machine"))
+            assert verify_store(location).problems == []
+            for name in s3.objects():
+                s3.remove(name)
+            stop += 1
+    assert total > 10 and verify_store(location).problems == []
 
 
 def test_failed_creation_lets_go_of_its_claim(bf16: Any, s3: Any, location: StoreUrl) -> None:

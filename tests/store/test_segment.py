@@ -140,6 +140,29 @@ def test_failed_append_abandons_the_segment(bf16: Any, tmp_path: Path) -> None:
     assert_nothing_left(path)
 
 
+def test_two_writers_of_one_segment_id_lose_nothing_of_the_first(bf16: Any, tmp_path: Path) -> None:
+    """Ids are the time and 32 random bits; where two are equal all the same, the second writer fails, and only it."""
+    path = bf16.create(tmp_path / "s.zarr")
+    first = SegmentWriter(path, bf16.encoding, {})
+
+    def same_id() -> SegmentWriter:
+        writer = SegmentWriter(path, bf16.encoding, {})
+        writer.segment_id = first.segment_id
+        writer._staging, writer._final = first._staging, first._final
+        return writer
+
+    first.append(**bf16.sample(0, 7))
+    with pytest.raises(StoreError, match="File exists"):  # while the first one writes
+        same_id().append(**bf16.sample(1, 7))
+    late = same_id()
+    assert first.commit() == first.segment_id
+    late.append(**bf16.sample(1, 33))
+    with pytest.raises(StoreError, match="Directory not empty"):  # after it has committed
+        late.commit()
+    assert list((path / ".staging").iterdir()) == []
+    assert StoreReader(path).samples["id"].tolist() == [1000] and verify_store(path).problems == []
+
+
 def test_memory_does_not_grow_with_the_segment(with_: Any, tmp_path: Path) -> None:
     maker = with_(num_layers=2, hidden_size=1024)
     path = maker.create(tmp_path / "s.zarr")

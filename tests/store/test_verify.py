@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from dflash_train.store.checksums import CHECKSUMS_NAME, format_checksums, read_checksums, sum_file
+from dflash_train.store.consumed import remove_segments
 from dflash_train.store.manifest import StoreError
-from dflash_train.store.opened import Segment
+from dflash_train.store.opened import Segment, list_segments
 from dflash_train.store.reader import StoreReader
 from dflash_train.store.verify import format_verification, verify_store, walk
 
@@ -25,32 +26,61 @@ def test_sound_store_is_clean_and_counted(maker: Any, tmp_path: Path) -> None:
     assert steps == sorted(steps, key=lambda step: step[0]) and steps[-1] == (report.num_bytes, report.num_bytes)
 
 
+def sample_at(path: Path, encoding: Any, file: Path, offset: int) -> str | None:
+    """The sample whose rows hold a byte of a segment's file; None where it is no sample's."""
+    segment = Segment(path / "segments" / file.relative_to(path / "segments").parts[0], encoding)
+    for array, info in segment.arrays.items():
+        if segment.path(array) == file:
+            for identity, _, first, length, *_ in segment.samples.tolist():
+                if first <= offset // info.row_bytes < first + length:
+                    return f"{identity:016x}"
+    return None
+
+
 def test_every_flipped_byte_is_reported(maker: Any, quick_path: Path) -> None:
+    """270 places or more in each of the four encodings, with segment and sample; records of consumed segments, too."""
     path = maker.store(quick_path / "s.zarr", segments=1)
-    files = sorted(walk(path))
+    name = maker.add_segment(path, [30, 31])
+    gone = StoreReader(path).entry(name)
+    remove_segments(path, {name: (gone.samples, [{"id": None, "row": 9, "reason": "empty"}])})
+    files = sorted(file for file in walk(path) if ".consumer" not in file.parts)
+    assert path / "consumed" / f"{name}.json" in files
     generator = np.random.default_rng(11)
     places = [(file, offset) for file in files for offset in (0, file.stat().st_size - 1)]  # every file
     sizes = np.array([file.stat().st_size for file in files])
-    for _ in range(80):  # any byte, of any file
+    for _ in range(100):  # any byte, of any file
         file = files[generator.integers(len(files))]
         places.append((file, int(generator.integers(file.stat().st_size))))
     for position in generator.integers(0, sizes.sum(), 80).tolist():  # any byte, of the large ones
         number = int(np.searchsorted(np.cumsum(sizes), position, side="right"))
         places.append((files[number], position - int(sizes[:number].sum())))
-    assert len(places) >= 200
+    segment = Segment(path / "segments" / list_segments(path)[0], maker.encoding)
+    for _ in range(60):  # any byte of a sample's rows
+        array = str(generator.choice(list(segment.arrays)))
+        _, _, first, length, *_ = segment.samples[generator.integers(segment.num_samples)].tolist()
+        row_bytes = segment.arrays[array].row_bytes
+        places.append((segment.path(array), int(generator.integers(first * row_bytes, (first + length) * row_bytes))))
+    assert len(places) >= 270
+    num_in_samples = 0
     for file, offset in places:
+        relative = file.relative_to(path).parts
+        is_in_segment = relative[0] == "segments" and len(relative) > 2
+        sample = sample_at(path, maker.encoding, file, offset) if is_in_segment else None
         data = file.read_bytes()
         mask = int(generator.integers(1, 256))
         file.write_bytes(data[:offset] + bytes([data[offset] ^ mask]) + data[offset + 1 :])
         problems = verify_store(path).problems
         file.write_bytes(data)
         assert problems, f"{file} byte {offset} ^ {mask:02x}"
-        relative = file.relative_to(path).parts
-        if relative[0] == "segments" and len(relative) > 2:
+        if is_in_segment:
             assert {problem.segment for problem in problems} == {relative[1]}
             assert problems[0].file == "/".join(relative[2:])
         else:
             assert problems[0].segment is None and problems[0].file == "/".join(relative)
+        if sample is not None:
+            assert [problem.sample for problem in problems] == [None, sample]
+            num_in_samples += 1
+    assert num_in_samples >= 60
     assert verify_store(path).problems == []
 
 
