@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -291,6 +292,45 @@ def test_another_target_or_trained_prompts_are_refused_before_the_start(
         RealAcceptance().check(prepare_run(make_config(evaluate_prompts=prompts, holdout=0.0)))
     with pytest.raises(InputError, match="--evaluate-target needs --evaluate-prompts; give both or neither"):
         make_config(evaluate_prompts=None)
+
+
+def test_evaluate_names_another_template_or_mode_than_the_drafter_was_trained_with(
+    make_config: Callable[..., TrainConfig], tiny_target: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = make_config(steps=2, evaluate_target=None, evaluate_prompts=None)
+    run_rank(config, 0, 1, "cpu", "", lambda line: None, lambda: False)
+    prompts = write_prompts(tmp_path / "asked.jsonl", ["What is new?"])
+
+    def warnings(target: Path, drafter: Path = config.run, **arguments: Any) -> list[str]:
+        notes: list[Any] = []
+        wanted = EvaluateConfig(
+            target=TargetConfig(name=str(target)),
+            drafter=drafter,
+            prompts=(prompts,),
+            max_new_tokens=2,
+            chat_template_arguments=arguments,
+            compare_plain=False,
+            device="cpu",
+        )
+        evaluate(wanted, notes.append)
+        return [note for note in notes if isinstance(note, str) and note.startswith("warning: the drafter")]
+
+    assert warnings(tiny_target("llama")) == []
+    [text] = warnings(tiny_target("llama"), enable_thinking=False)
+    assert """extracted with --chat-template-arguments '{}', not '{"enable_thinking": false}'""" in text
+    other = tmp_path / "other"
+    shutil.copytree(tiny_target("llama"), other)
+    template = other / "chat_template.jinja"
+    template.write_text("Be brief." + template.read_text())
+    [text] = warnings(other)
+    assert "was trained on a target with another chat template than this one's" in text
+    [text] = warnings(tiny_target("qwen3"))
+    assert "another config" in text
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(list_checkpoints(config.run)[-1].path / name, exported)
+    assert warnings(other, exported, enable_thinking=False) == [], "an export has no record"
 
 
 @pytest.mark.gpu
