@@ -262,6 +262,18 @@ def test_a_gap_prints_once_what_was_checked(make_config: Callable[..., TrainConf
     assert measurement.measure(run, tensors, torch.device("cpu"), 1.0, lines.append, lambda: True) == {}
 
 
+@pytest.mark.parametrize(("real", "explained"), [(2.56, False), (2.54, True)])
+def test_a_gap_is_more_than_15_percent(
+    real: float, explained: bool, make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statistics = {"acceptance_length": real, "positions": [], "num_rounds": 1}
+    monkeypatch.setattr("dflash_train.speculate.training.acceptance_statistics", lambda *_: statistics)
+    monkeypatch.setattr("dflash_train.speculate.training.explain_gap", lambda *_: ["explained"])
+    run, lines = prepare_run(make_config()), list[str]()
+    RealAcceptance().measure(run, drafter_tensors(run), torch.device("cpu"), 3.0, lines.append, lambda: False)
+    assert ("explained" in lines) is explained
+
+
 def test_what_cannot_be_checked_does_not_end_the_training(
     make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
