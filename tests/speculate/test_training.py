@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 import torch
 
 from dflash_train.errors import InputError
+from dflash_train.speculate import gap
 from dflash_train.speculate.decode import plain_decode
 from dflash_train.speculate.evaluate import EvaluateConfig, evaluate
+from dflash_train.speculate.gap import Evidence
 from dflash_train.speculate.training import RealAcceptance
 from dflash_train.stage1_target.conversations import first_turn_group
 from dflash_train.stage1_target.identity import build_manifest, frozen_target
@@ -251,6 +254,7 @@ def test_a_gap_prints_once_what_was_checked(make_config: Callable[..., TrainConf
         "stored states",
         "target states",
         "train/serve parity",
+        "rotary positions",
         "mask token",
         "chat template and thinking",
         "own answers",
@@ -258,6 +262,10 @@ def test_a_gap_prints_once_what_was_checked(make_config: Callable[..., TrainConf
         "held-out prompts",
     ]
     assert {name for name, status in found.items() if status != "ok"} == {"held-out prompts"}
+    assert measurement._decoder is not None
+    other = replace(run, drafter_config=replace(run.drafter_config, rope_theta=5e5))
+    evidence = Evidence(other, measurement._decoder, [], 0, tensors)
+    assert (gap._rotary(evidence).status, gap._rotary(replace(evidence, run=run)).status) == ("warning", "ok")
     assert any("100% of the answers' tokens are the target's first choice" in line for line in lines)
     assert measurement.measure(run, tensors, torch.device("cpu"), 1.0, lines.append, lambda: True) == {}
 
