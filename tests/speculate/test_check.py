@@ -183,6 +183,23 @@ BROKEN: dict[str, tuple[Break, str, str]] = {
         "sample_from_anchor",
     ),
     "another vocabulary": (at("vocab_size", to=128), "target sizes", "vocab_size is 128, the target has 400"),
+    "another activation": (
+        at("hidden_act", to="gelu"),
+        "architecture",
+        "hidden_act 'gelu' is set; DFlash drafters have silu",
+    ),
+    "biases": (at("attention_bias", to=True), "architecture", "attention_bias true"),
+    "a mask where engines do not look": (
+        both(lambda c, t: c["dflash_config"].pop("mask_token_id"), at("mask_token_id", to=MASK_TOKEN)),
+        "mask token",
+        "is not in dflash_config",
+    ),
+    "a target of other depth": (at("num_target_layers", to=6), "target sizes", "is 6, the target has 5"),
+    "layers that do not ascend": (
+        at("dflash_config", "target_layer_ids", to=[2, 1]),
+        "target layers",
+        "2,1 are not ascending",
+    ),
     "junk in a list": (at("layer_types", to=7), "config.json", ""),
 }
 
@@ -238,6 +255,16 @@ def test_layers_counted_from_1_are_pointed_out(tiny_target: Callable[..., Path],
     """z-lab's rule gives 1,2 for two taps of five layers; 2,3 are the same as vLLM and speculators count them."""
     folder = write_drafter(tmp_path / "drafter", make_config(target_layer_ids=(2, 3)))
     assert "each plus 1" in found(check(folder, tiny_target("llama")), "warning")["target layers"]
+
+
+def test_head_size_and_positions_that_are_not_the_targets_are_warned_of(
+    tiny_target: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = write_drafter(tmp_path / "drafter", make_config(head_dim=16, max_position_embeddings=128))
+    result = check(folder, tiny_target("llama"))
+    warnings = found(result, "warning")
+    assert result["ok"] and "head_dim is 16, the target's heads have 8" in warnings["head size"]
+    assert "is 128, the target has 256" in warnings["positions"]
 
 
 def test_what_only_another_engine_misreads_is_left_out(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
