@@ -45,6 +45,7 @@ from typing import IO, Any
 import numpy as np
 
 from dflash_train.benchmarks.quality_table import BASE, RAW, SCALED, append_result, format_tables, read_results
+from dflash_train.machine.devices import parse_devices
 from dflash_train.stage2_drafter.checkpoint import newest_checkpoint
 from dflash_train.stage2_drafter.rows import RowSchedule, split_samples
 from dflash_train.stage2_drafter.run_folder import read_metrics
@@ -433,7 +434,10 @@ class Benchmark:
         environment = {"TORCHINDUCTOR_CACHE_DIR": str(caches), "TRITON_CACHE_DIR": str(caches / "triton")}
         words = [PEER_SCRIPT, "--target", self.options.target, *self._shared_words(variant, seed, run)]
         words += [*self.options.train_options, *variant.words]
-        words += ["--device", "cpu"] if self.on_cpu else []
+        if self.on_cpu:
+            words += ["--device", "cpu"]
+        else:  # it takes the first GPU that it sees, where `dflash` is told by --gpus
+            environment |= parse_devices(self.options.gpus)[0].environment
         self.check(log, self.call(log, words, environment))
 
     def _shared_words(self, variant: Variant, seed: int, run: Path) -> list[object]:

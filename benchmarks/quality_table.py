@@ -79,9 +79,14 @@ class Difference:
     relative: float
 
     @property
+    def is_level(self) -> bool | None:
+        """Whether it is equal within the standard error, or better; None of one pair."""
+        return None if self.error is None else self.mean >= -self.error
+
+    @property
     def passes(self) -> bool | None:
         """Whether nothing was lost that the seeds can show: at least -1 standard error and -3 %; None of one pair."""
-        return None if self.error is None else self.mean >= -self.error and self.relative >= -LARGEST_LOSS
+        return None if self.error is None else bool(self.is_level) and self.relative >= -LARGEST_LOSS
 
     def __str__(self) -> str:
         error = "" if self.error is None else f" ± {self.error:.3f}"
@@ -154,7 +159,8 @@ def _format_group(lines: Sequence[Line]) -> str:
     settings = ", ".join(f"{name} {value}" for name, value in first["settings"].items())
     places = sorted({f"{line['device']}, torch {line['versions'].get('torch')}, {line['date'][:10]}" for line in lines})
     parts = [f"{first['steps']:,} steps; {settings}. {'; '.join(places)}."]
-    if names & set(ENCODINGS) - {BASE}:
+    peers = tuple(name for name in MEANINGS if name in names and name.startswith("peer-"))
+    if names & set(ENCODINGS) - {BASE, RAW, SCALED} or (names & {RAW, SCALED} and not peers):
         parts += ["### Encodings", encoding_table(lines)]
     if "fp8" in names:
         parts += ["### FP8", comparison_table(lines, (BASE, "fp8"), BASE, {BASE: "int8 store, --precision bf16"})]
@@ -162,7 +168,6 @@ def _format_group(lines: Sequence[Line]) -> str:
         if names & set(variants[1:]):
             extra = {BASE: BASE_MEANINGS[title]}
             parts += [f"### {title}", comparison_table(lines, variants, BASE, extra, title == "Training data")]
-    peers = tuple(sorted(name for name in names if name.startswith("peer-")))
     if peers:
         parts += ["### Against SpecForge", peer_table(lines, peers)]
     alike = sorted(names - set(OWN_ROWS))
@@ -207,23 +212,27 @@ def comparison_table(
         own = list(by_seed(lines, variant).values())
         if own:
             difference = paired_difference(lines, variant, reference)
-            tokens = [f"{own[0]['rows']['samples']:,}", f"{own[0]['rows']['supervised_tokens']:,}"]
+            data = own[0]["rows"]
+            tokens = [f"{data['samples']:,}", f"{data['supervised_tokens']:,}", f"{data['passes']:.1f}"]
             name = meanings.get(variant) or MEANINGS.get(variant, variant)
             cells = [name, *(tokens if with_tokens else []), *_quality(own), _shown(difference), _verdict(difference)]
             rows.append(cells)
-    heads = ["samples", "answer tokens"] if with_tokens else []
+    heads = ["samples", "answer tokens", "times seen"] if with_tokens else []
     return _markdown(
         ["", *heads, *QUALITY_HEADS, f"against {meanings.get(reference) or MEANINGS[reference]}", "passes"], rows
     )
 
 
 def peer_table(lines: Sequence[Line], peers: Sequence[str]) -> str:
-    """Ours against each peer's run: the difference is ours minus theirs."""
+    """Ours against each peer's run: the difference is ours minus theirs, and whether it is equal within its error or more."""
     rows = []
     for name in (RAW, SCALED, BASE, *peers):
         own = list(by_seed(lines, name).values())
         if own:
-            differences = [_shown(paired_difference(lines, name, peer)) for peer in peers]
+            differences = [
+                _shown(difference) + ("" if name in peers else _level(difference))
+                for difference in (paired_difference(lines, name, peer) for peer in peers)
+            ]
             label = MEANINGS.get(name, name) if name in peers else f"ours, {MEANINGS[name]}"
             rows.append([label, *_quality(own), *differences])
     heads = [f"against {MEANINGS.get(peer, peer)}" for peer in peers]
@@ -252,6 +261,12 @@ def _mean(values: Sequence[float | None], form: str) -> str:
 
 def _shown(difference: Difference | None) -> str:
     return "–" if difference is None else str(difference)
+
+
+def _level(difference: Difference | None) -> str:
+    if difference is None or difference.is_level is None:
+        return ""
+    return ", equal or better" if difference.is_level else ", less"
 
 
 def _verdict(difference: Difference | None) -> str:

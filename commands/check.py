@@ -47,7 +47,7 @@ def check(
     """Find what makes engines misread a drafter.
 
     DRAFTER is a drafter's folder or a run (its newest checkpoint). No server is needed. Prints the command lines to
-    serve it with. Exit status 1 if there is an error.
+    serve it with; or, with exit status 1, the errors that are in the way.
     """
     torch_device = use_one_device(gpus) if parity else "cpu"
     from dflash_train.machine.preflight import Check
@@ -66,7 +66,9 @@ def check(
         show(result, "", True, output)
     else:
         print_checks([Check(**entry) for entry in result["checks"]], "in the way of serving")
-        for engine, line in result["commands"].items():
+        for engine, line in result["commands"].items() if result["ok"] else ():
             click.echo(f"\n{engine}:\n  {line}")
+        if not result["ok"]:
+            click.echo("The command lines to serve it with follow when the errors are mended.")
         write_json(result, output)
     sys.exit(not result["ok"])

@@ -41,6 +41,7 @@ from dflash_train.speculate.loading import (
 )
 from dflash_train.speculate.prompts import Prompt, PromptSet, name_prompts, read_prompts
 from dflash_train.speculate.sampling import Sampling
+from dflash_train.speculate.training_record import training_mismatches
 from dflash_train.speculate.zlab import ZlabDrafter, check_reference
 from dflash_train.stage1_target.target import load_target
 from dflash_train.stage1_target.target_config import TargetConfig, load_model_config, load_tokenizer, text_config
@@ -192,9 +193,12 @@ def evaluate(
         check_reference()
     groups = trained_groups(folder)
     most = getattr(text_config(model_config), "max_position_embeddings", None)
+    tokenizer = load_tokenizer(config.target)
+    for warning in training_mismatches(folder, model_config, tokenizer, config.chat_template_arguments):
+        report(warning)
     prompt_set = read_prompts(
         config.prompts,
-        lambda: ChatRenderer(load_tokenizer(config.target), config.chat_template_arguments),
+        lambda: ChatRenderer(tokenizer, config.chat_template_arguments),
         split=config.split,
         limit=config.max_prompts,
         max_turns=config.max_turns,

@@ -94,6 +94,7 @@ def export_drafter(
         "num_tensors": len(tensors),
         "num_bytes": size,
         "num_speculative_tokens": config.block_size - 1,
+        "verifier": None if frozen is None else frozen.name,
     }
 
 
@@ -185,11 +186,16 @@ def _bfloat16(tensor: Tensor) -> Tensor:
 
 
 def format_export(result: Mapping[str, Any]) -> str:
-    """Two lines for the terminal."""
+    """A few lines for the terminal."""
     from dflash_train.units import format_bytes
 
+    verifier = ""
+    if result["verifier"] is not None:
+        verifier = f"\n`vllm serve {result['output']}` loads the target {result['verifier']}"
+        if "/" not in result["verifier"]:  # of a local target a store knows the folder's name alone
+            verifier += ", the name that the store has of it; for the path of a local target export with --target"
     return (
         f"{result['output']}: {result['num_tensors']} tensors, {format_bytes(result['num_bytes'])}, "
         f"{result['format']} format of {result['drafter']}\n"
-        f"engines draft num_speculative_tokens = {result['num_speculative_tokens']}"
+        f"engines draft num_speculative_tokens = {result['num_speculative_tokens']}{verifier}"
     )

@@ -21,7 +21,9 @@ from dflash_train.speculate.answering import PromptDecoder
 from dflash_train.speculate.findings import Check, error, ok, warning
 from dflash_train.speculate.prompts import Prompt
 from dflash_train.stage1_target.recompute import compare_samples
+from dflash_train.stage1_target.target_config import text_config
 from dflash_train.stage2_drafter.drafter import Drafter
+from dflash_train.stage2_drafter.drafter_config import target_rope_theta
 from dflash_train.stage2_drafter.preparation import PreparedRun
 
 LARGEST_GAP = 0.15
@@ -69,6 +71,7 @@ def _checks(evidence: Evidence, estimate: float) -> Iterator[Check]:
     made: dict[str, Callable[[], Iterable[Check]]] = {
         "stored states": lambda: [_states(evidence)],
         "train/serve parity": lambda: _paths(evidence),
+        "rotary positions": lambda: [_rotary(evidence)],
         "mask token": lambda: [_mask_token(evidence)],
         "chat template and thinking": lambda: [_template(evidence)],
         "own answers": lambda: [_own_text(evidence)],
@@ -106,6 +109,19 @@ def _paths(evidence: Evidence) -> Iterator[Check]:
     states, paths, _first_drafts = check_parity(evidence.decoder.target, drafter, short)
     yield states
     yield Check("train/serve parity", paths.status, paths.text, paths.way_out)
+
+
+def _rotary(evidence: Evidence) -> Check:
+    """The drafter's angles against the target's: another base trains, and drafts worse the longer the context."""
+    name, base = "rotary positions", evidence.run.drafter_config.rope_theta
+    target = text_config(evidence.decoder.target.model_config).to_dict()
+    wanted = target_rope_theta(target)
+    if base != wanted:
+        text = f"the drafter's base is {base:,.0f}, the target's {wanted:,.0f}."
+        return warning(name, text, "Train with the target's: rope_theta in --drafter-config.")
+    partial = (target.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0) != 1.0
+    note = "; engines must not take the target's partial rotation for the drafter" if partial else ""
+    return ok(name, f"base {base:,.0f}, the target's{note}.")
 
 
 def _mask_token(evidence: Evidence) -> Check:

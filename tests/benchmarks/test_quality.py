@@ -31,7 +31,7 @@ def line(variant: str, seed: int, length: float, **more: Any) -> dict[str, Any]:
         "training_loss": 3.0,
         "held_out": {"accuracy": [0.5, 0.25], "acceptance_length": length},
         "bytes": {"features": 5760 if variant.startswith("bf16") else 580},
-        "rows": {"hash": f"rows-{seed}", "as_planned": True, "samples": 7, "supervised_tokens": 1234},
+        "rows": {"hash": f"rows-{seed}", "as_planned": True, "samples": 7, "supervised_tokens": 1234, "passes": 8.44},
         "device": "cpu",
         "versions": {"torch": "2"},
         "date": "2026-11-30T00:00:00",
@@ -106,6 +106,21 @@ def test_a_run_without_a_round_is_a_failure_and_no_line(tmp_path: Path, monkeypa
     assert not (tmp_path / "results.jsonl").exists()
 
 
+def test_a_peer_runs_on_the_gpu_that_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_train.machine.devices._gpu_uuids", lambda: ["GPU-a", "GPU-b"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    benchmark, called = make_benchmark(tmp_path), list[dict[str, str]]()
+    benchmark.options.gpus, benchmark.on_cpu = "1", False
+
+    def call(log: Path, words: Any, environment: dict[str, str] | None = None) -> int:
+        called.append(environment or {})
+        return 0
+
+    monkeypatch.setattr(benchmark, "call", call)
+    benchmark._train_peer(quality.PLANS["peer"][2], 0, tmp_path / "run", tmp_path / "log")
+    assert called[0]["CUDA_VISIBLE_DEVICES"] == "GPU-b"
+
+
 def test_a_copy_that_fails_does_not_stop_the_runs_of_other_stores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,10 +185,26 @@ def test_tables_have_a_row_a_variant_and_tell_settings_apart() -> None:
     text = quality_table.format_tables(lines)
     row = "| projected-int8, r = H | 580 (0.10) | 3.000 | 50.0% | 2.600 | 2.600 ± 0.500 (2) | +0.100 ± 0.000 (+4.0%) | yes |"
     assert row in text
-    assert "| half of the samples | 7 | 1,234 |" in text
+    assert "| half of the samples | 7 | 1,234 | 8.4 |" in text
     for title in ("### FP8", "### Loss", "### Training data", "### Against SpecForge", "99 steps"):
         assert text.count(title) == 1
     assert "The runs of a seed were trained on the same rows" in text
+
+
+def test_ours_is_held_against_both_rules_of_the_peer() -> None:
+    runs = [(variant.name, seed) for variant in quality.PLANS["peer"] for seed in range(3)]
+    shifts = {"peer-specforge": (0.0, 0.01, 0.02), "peer-our-labels": (0.2, 0.3, 0.2), "bf16": (0.02, 0.0, 0.0)}
+    lines = [line(name, seed, 2.0 + seed + shifts.get(name, (0.0,) * 3)[seed]) for name, seed in runs]
+    for entry in lines:
+        if entry["variant"].startswith("peer-"):
+            entry |= {"held_out": None, "training_loss": None}
+    text = quality_table.format_tables(lines)
+    heads = "| τ (seeds) | against SpecForge 0.2.0's step, its labels | against SpecForge 0.2.0's step, our labels |"
+    assert heads in text and "### Encodings" not in text
+    [tapped] = [row for row in text.splitlines() if row.startswith("| ours, bf16 as tapped")]
+    [scaled] = [row for row in text.splitlines() if row.startswith("| ours, bf16 with D")]
+    assert "-0.010 ± 0.006 (-0.3%), less | -0.233 ± 0.033 (-7.2%), less |" in tapped
+    assert "-0.003 ± 0.012 (-0.1%), equal or better |" in scaled
 
 
 def test_unlike_rows_are_named() -> None:

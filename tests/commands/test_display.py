@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dflash_train.commands.display import CountView, EvaluateView, ExtractView, TrainView
+from dflash_train.commands.display import CountView, EvaluateView, ExtractView, RegenerateView, TrainView
 from dflash_train.commands.drawing import Clock, Curve
 from dflash_train.commands.terminal import View
 from dflash_train.speculate.events import Decoded
-from dflash_train.stage1_target.events import Note, Progress, Tokenising, WorkerProgress
+from dflash_train.stage1_target.events import Answering, Note, Progress, Tokenising, WorkerProgress
 from dflash_train.stage1_target.forecast import Forecast
 from dflash_train.stage2_drafter.events import StepDone
 
@@ -100,6 +100,16 @@ def test_many_workers_do_not_fill_the_screen() -> None:
     view.take(Progress(**{**vars(progress(1, 0)), "workers": many}))
     assert "and 48 more" in draw(view)
     assert len(draw(view).splitlines()) < 25
+
+
+def test_regenerate_says_the_speed_and_what_is_left_out_or_failed() -> None:
+    view = RegenerateView()
+    event = Answering(num_done=5, num_rows=20, num_left_out=2, num_failed=1, num_tokens=900, tokens_per_second=4321.0)
+    [said] = view.take(event)
+    told = "5 of 20 conversations done (2 left out, 1 failed), 900 tokens, 4,321 tokens/s"
+    assert said.text.startswith(told) and said.values["num_failed"] == 1
+    drawn = draw(view)
+    assert "5 of 20" in drawn and "2 left out, 1 failed" in drawn and "4,321 tokens/s" in drawn
 
 
 def test_training_says_the_numbers_and_the_time_left_of_a_step() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from dflash_train.cli import main
 from dflash_train.errors import InputError
 from dflash_train.speculate import parity
 from dflash_train.speculate.check import CheckConfig, check_drafter
@@ -179,6 +183,23 @@ BROKEN: dict[str, tuple[Break, str, str]] = {
         "sample_from_anchor",
     ),
     "another vocabulary": (at("vocab_size", to=128), "target sizes", "vocab_size is 128, the target has 400"),
+    "another activation": (
+        at("hidden_act", to="gelu"),
+        "architecture",
+        "hidden_act 'gelu' is set; DFlash drafters have silu",
+    ),
+    "biases": (at("attention_bias", to=True), "architecture", "attention_bias true"),
+    "a mask where engines do not look": (
+        both(lambda c, t: c["dflash_config"].pop("mask_token_id"), at("mask_token_id", to=MASK_TOKEN)),
+        "mask token",
+        "is not in dflash_config",
+    ),
+    "a target of other depth": (at("num_target_layers", to=6), "target sizes", "is 6, the target has 5"),
+    "layers that do not ascend": (
+        at("dflash_config", "target_layer_ids", to=[2, 1]),
+        "target layers",
+        "2,1 are not ascending",
+    ),
     "junk in a list": (at("layer_types", to=7), "config.json", ""),
 }
 
@@ -195,10 +216,55 @@ def test_a_broken_drafter_is_found_and_named(name: str, tiny_target: Callable[..
     assert all(entry["way_out"] for entry in result["checks"] if entry["status"] != "ok")
 
 
+def shown_reports() -> tuple[tuple[Any, ...], list[str]]:
+    """The five breaks that docs/screens/check.md shows, and its sections, of the good drafter first."""
+    folder = Path(__file__).parents[2] / "docs" / "screens"
+    module = runpy.run_path(str(folder / "check_reports.py"))
+    return module["BREAKS"], (folder / "check.md").read_text(encoding="utf-8").split("\n## ")[1:]
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_a_shown_break_has_the_errors_that_are_shown(
+    number: int, tiny_target: Callable[..., Path], tmp_path: Path
+) -> None:
+    breaks, sections = shown_reports()
+    folder = write_drafter(tmp_path / "drafter", make_config())
+    assert len(breaks) == len(sections) - 1 and sections[number + 1].startswith(breaks[number].title)
+    break_drafter(folder, breaks[number].change)
+    result = CliRunner().invoke(main, ["check", str(folder), "--target", str(tiny_target("llama")), "--gpus", "cpu"])
+    pattern = r"^error    (.+?): "
+    errors = re.findall(pattern, result.stdout, re.MULTILINE)
+    assert errors and errors == re.findall(pattern, sections[number + 1], re.MULTILINE)
+    assert result.exit_code == 1 and "vllm serve" not in result.stdout
+
+
+def test_the_good_drafter_that_is_shown_has_every_line_of_a_good_one(
+    tiny_target: Callable[..., Path], tmp_path: Path
+) -> None:
+    _, sections = shown_reports()
+    folder = write_drafter(tmp_path / "drafter", make_config())
+    result = CliRunner().invoke(main, ["check", str(folder), "--target", str(tiny_target("llama")), "--gpus", "cpu"])
+    pattern = r"^(?:ok|warning) +(.+?): "
+    shown = re.findall(pattern, sections[0], re.MULTILINE)
+    shown.remove("training record")  # of a checkpoint
+    assert re.findall(pattern, result.stdout, re.MULTILINE) == shown
+    assert result.exit_code == 0 and all(f"\n{engine}:\n  " in result.stdout for engine in ("sglang", "vllm", "z-lab"))
+
+
 def test_layers_counted_from_1_are_pointed_out(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
     """z-lab's rule gives 1,2 for two taps of five layers; 2,3 are the same as vLLM and speculators count them."""
     folder = write_drafter(tmp_path / "drafter", make_config(target_layer_ids=(2, 3)))
     assert "each plus 1" in found(check(folder, tiny_target("llama")), "warning")["target layers"]
+
+
+def test_head_size_and_positions_that_are_not_the_targets_are_warned_of(
+    tiny_target: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = write_drafter(tmp_path / "drafter", make_config(head_dim=16, max_position_embeddings=128))
+    result = check(folder, tiny_target("llama"))
+    warnings = found(result, "warning")
+    assert result["ok"] and "head_dim is 16, the target's heads have 8" in warnings["head size"]
+    assert "is 128, the target has 256" in warnings["positions"]
 
 
 def test_what_only_another_engine_misreads_is_left_out(tiny_target: Callable[..., Path], tmp_path: Path) -> None:

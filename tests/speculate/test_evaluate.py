@@ -437,6 +437,35 @@ def test_prompts_of_the_training_data_are_left_out_and_named(
         evaluate(config)
 
 
+def test_the_command_warns_of_prompts_that_were_regenerated_in_another_way(
+    config: EvaluateConfig, target_folder: Path
+) -> None:
+    from click.testing import CliRunner
+
+    from dflash_train.cli import main
+    from dflash_train.stage1_target.generation import settings_path
+    from dflash_train.stage1_target.regenerate import RegenerateConfig, make_settings
+
+    prompts = Path(config.prompts[0])
+    made = make_settings(
+        RegenerateConfig(
+            target=config.target,
+            source="questions.jsonl",
+            output=prompts,
+            chat_template_arguments={"enable_thinking": False},
+        ),
+        None,
+    )
+    settings_path(prompts).write_text(json.dumps(made.__dict__))
+    words = ["evaluate", "--target", str(target_folder), "--drafter", str(config.drafter), "--data", str(prompts)]
+    words += ["--gpus", "cpu", "--max-new-tokens", "2", "--no-plain", "--json"]
+    text = """were regenerated with --chat-template-arguments '{"enable_thinking": false}', not '{}'"""
+    for arguments, warned in (([], True), (["--chat-template-arguments", '{"enable_thinking": false}'], False)):
+        result = CliRunner().invoke(main, [*words, *arguments])
+        assert result.exit_code == 0, result.output
+        assert (text in " ".join(result.stderr.split())) is warned
+
+
 def test_the_picture_is_a_png(config: EvaluateConfig, tmp_path: Path) -> None:
     from dflash_train.speculate.plots import plot_acceptance
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_train.errors import InputError
-from dflash_train.speculate.export import export_drafter
+from dflash_train.speculate.export import export_drafter, format_export
 from dflash_train.stage1_target.target import load_target
 from dflash_train.stage1_target.target_config import TargetConfig
 from dflash_train.stage2_drafter.drafter import Drafter, DrafterConfig, load_drafter
@@ -78,6 +78,8 @@ def test_the_speculators_format_says_the_same(
     assert torch.equal(tensors.pop("lm_head.weight"), head.bfloat16())
     assert tensors.keys() == load_file(folder / "model.safetensors").keys()
     assert (result["num_tensors"], result["num_speculative_tokens"]) == (27, 3)
+    assert f"loads the target {target.name}" in format_export(result)
+    assert "export with --target" in format_export({**result, "verifier": "target"})
 
 
 def test_zlabs_format_is_the_drafter_in_bf16(write: Callable[..., Path], tmp_path: Path) -> None:

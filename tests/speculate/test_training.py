@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ import pytest
 import torch
 
 from dflash_train.errors import InputError
+from dflash_train.speculate import gap
 from dflash_train.speculate.decode import plain_decode
 from dflash_train.speculate.evaluate import EvaluateConfig, evaluate
+from dflash_train.speculate.gap import Evidence
 from dflash_train.speculate.training import RealAcceptance
 from dflash_train.stage1_target.conversations import first_turn_group
 from dflash_train.stage1_target.identity import build_manifest, frozen_target
@@ -250,6 +254,7 @@ def test_a_gap_prints_once_what_was_checked(make_config: Callable[..., TrainConf
         "stored states",
         "target states",
         "train/serve parity",
+        "rotary positions",
         "mask token",
         "chat template and thinking",
         "own answers",
@@ -257,8 +262,24 @@ def test_a_gap_prints_once_what_was_checked(make_config: Callable[..., TrainConf
         "held-out prompts",
     ]
     assert {name for name, status in found.items() if status != "ok"} == {"held-out prompts"}
+    assert measurement._decoder is not None
+    other = replace(run, drafter_config=replace(run.drafter_config, rope_theta=5e5))
+    evidence = Evidence(other, measurement._decoder, [], 0, tensors)
+    assert (gap._rotary(evidence).status, gap._rotary(replace(evidence, run=run)).status) == ("warning", "ok")
     assert any("100% of the answers' tokens are the target's first choice" in line for line in lines)
     assert measurement.measure(run, tensors, torch.device("cpu"), 1.0, lines.append, lambda: True) == {}
+
+
+@pytest.mark.parametrize(("real", "explained"), [(2.56, False), (2.54, True)])
+def test_a_gap_is_more_than_15_percent(
+    real: float, explained: bool, make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statistics = {"acceptance_length": real, "positions": [], "num_rounds": 1}
+    monkeypatch.setattr("dflash_train.speculate.training.acceptance_statistics", lambda *_: statistics)
+    monkeypatch.setattr("dflash_train.speculate.training.explain_gap", lambda *_: ["explained"])
+    run, lines = prepare_run(make_config()), list[str]()
+    RealAcceptance().measure(run, drafter_tensors(run), torch.device("cpu"), 3.0, lines.append, lambda: False)
+    assert ("explained" in lines) is explained
 
 
 def test_what_cannot_be_checked_does_not_end_the_training(
@@ -291,6 +312,45 @@ def test_another_target_or_trained_prompts_are_refused_before_the_start(
         RealAcceptance().check(prepare_run(make_config(evaluate_prompts=prompts, holdout=0.0)))
     with pytest.raises(InputError, match="--evaluate-target needs --evaluate-prompts; give both or neither"):
         make_config(evaluate_prompts=None)
+
+
+def test_evaluate_names_another_template_or_mode_than_the_drafter_was_trained_with(
+    make_config: Callable[..., TrainConfig], tiny_target: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = make_config(steps=2, evaluate_target=None, evaluate_prompts=None)
+    run_rank(config, 0, 1, "cpu", "", lambda line: None, lambda: False)
+    prompts = write_prompts(tmp_path / "asked.jsonl", ["What is new?"])
+
+    def warnings(target: Path, drafter: Path = config.run, **arguments: Any) -> list[str]:
+        notes: list[Any] = []
+        wanted = EvaluateConfig(
+            target=TargetConfig(name=str(target)),
+            drafter=drafter,
+            prompts=(prompts,),
+            max_new_tokens=2,
+            chat_template_arguments=arguments,
+            compare_plain=False,
+            device="cpu",
+        )
+        evaluate(wanted, notes.append)
+        return [note for note in notes if isinstance(note, str) and note.startswith("warning: the drafter")]
+
+    assert warnings(tiny_target("llama")) == []
+    [text] = warnings(tiny_target("llama"), enable_thinking=False)
+    assert """extracted with --chat-template-arguments '{}', not '{"enable_thinking": false}'""" in text
+    other = tmp_path / "other"
+    shutil.copytree(tiny_target("llama"), other)
+    template = other / "chat_template.jinja"
+    template.write_text("Be brief." + template.read_text())
+    [text] = warnings(other)
+    assert "was trained on a target with another chat template than this one's" in text
+    [text] = warnings(tiny_target("qwen3"))
+    assert "another config" in text
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(list_checkpoints(config.run)[-1].path / name, exported)
+    assert warnings(other, exported, enable_thinking=False) == [], "an export has no record"
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +39,7 @@ from dflash_train.stage1_target.generator import (
 from dflash_train.stage1_target.regenerate import RegenerateConfig, make_settings, regenerate
 from dflash_train.stage1_target.samples import DataConfig, prepare_samples
 from dflash_train.stage1_target.sources import open_source
-from dflash_train.stage1_target.target import load_target
+from dflash_train.stage1_target.target import Target, load_target
 from dflash_train.stage1_target.target_config import TargetConfig
 from dflash_train.stage1_target.tokenization import ChatRenderer
 
@@ -142,6 +142,14 @@ def test_an_unfinished_or_empty_answer_or_a_tool_call_ends_a_conversation() -> N
 # In process
 
 
+def decode_greedily(target: Target, ids: list[int], stop_ids: Collection[int]) -> tuple[list[int], bool]:
+    """At most 12 new tokens, everything computed again for each; whether the last of them ends the answer."""
+    new: list[int] = []
+    while len(new) < 12 and not (new and new[-1] in stop_ids):
+        new.append(int(target.model(torch.tensor([[*ids, *new]])).logits[0, -1].argmax()))
+    return new, new[-1] in stop_ids
+
+
 def test_answers_are_those_of_plain_greedy_decoding(config: RegenerateConfig) -> None:
     target = load_target(config.target, (0,), "cpu")
     generator = Generator(target, replace(config, temperature=0.0, keep_unfinished=True))
@@ -150,12 +158,40 @@ def test_answers_are_those_of_plain_greedy_decoding(config: RegenerateConfig) ->
         ids = target.tokenizer.apply_chat_template(dialogue.turns[0], add_generation_prompt=True, return_dict=True)[
             "input_ids"
         ]
-        new: list[int] = []
-        while len(new) < 12 and not (new and new[-1] in generator._stop_ids):
-            new.append(int(target.model(torch.tensor([[*ids, *new]])).logits[0, -1].argmax()))
-        finished = new[-1] in generator._stop_ids
+        new, finished = decode_greedily(target, ids, generator._stop_ids)
         assert outcome.messages[-1]["content"] == target.tokenizer.decode(new[: len(new) - finished])
         assert outcome.num_tokens == len(new) and outcome.num_changed == 0
+
+
+def test_a_second_turn_is_asked_with_the_targets_own_first_answer(config: RegenerateConfig) -> None:
+    """In process, greedily, in a batch with conversations of another length; thinking is off, as the template is told."""
+    target = load_target(config.target, (0,), "cpu")
+    template = target.tokenizer.chat_template
+    target.tokenizer.chat_template = template + (
+        "{% if add_generation_prompt and enable_thinking is false %}{{ '<think></think>' }}{% endif %}"
+    )
+    try:
+        config = replace(
+            config, temperature=0.0, keep_unfinished=True, chat_template_arguments={"enable_thinking": False}
+        )
+        texts = [["Count from one to ten.", "and"], ["one two three", "Which river?"], ["alone"]]
+        dialogues = [make_dialogue("turns", {"turns": turns}) for turns in texts]
+        generator, num_two = Generator(target, config), 0
+        for turns, outcome in zip(texts, generator.run(dialogues), strict=True):
+            for number in range(len(outcome.messages) // 2):
+                asked = [*outcome.messages[: 2 * number], user(turns[number])]
+                text = target.tokenizer.apply_chat_template(
+                    asked, tokenize=False, add_generation_prompt=True, enable_thinking=False
+                )
+                assert text.endswith("<think></think>")
+                prompt = target.tokenizer(text, add_special_tokens=False)["input_ids"]
+                new, finished = decode_greedily(target, prompt, generator._stop_ids)
+                answer = target.tokenizer.decode(new[: len(new) - finished])
+                assert outcome.messages[2 * number + 1] == assistant(answer)
+                num_two += number
+        assert num_two, "some conversation got to its second turn"
+    finally:
+        target.tokenizer.chat_template = template
 
 
 def test_draws_follow_the_distribution_and_only_their_own_seed(config: RegenerateConfig) -> None:
@@ -511,6 +547,8 @@ def test_kill_dash_nine_and_resume_lose_and_double_nothing(
     wait_for(lambda: output.exists() and output.read_bytes().count(b"\n") >= 5)
     process.kill()
     process.wait()
+    if way == "server":
+        assert (tmp_path / "server" / "most_in_flight").read_text() == "3", "--requests bounds what is in flight"
     whole = output.read_bytes()
     kept = whole[: whole.rfind(b"\n") + 1]
     assert 5 <= kept.count(b"\n") < 60

@@ -147,6 +147,8 @@ def test_evaluation_equals_one_plain_loss_over_all_held_out_rows(
     assert found is not None and found["rows"] == len(rows)
     assert found["loss"] == pytest.approx(((all_ce * all_weights).sum() / all_weights.sum()).item(), rel=1e-5)
     assert found["cross_entropy"] == pytest.approx(all_ce[all_weights > 0].mean().item(), rel=1e-5)
+    assert trainer.evaluate() == found, "the same rows with the same anchors each time"
+    assert len(found["accuracy"]) == 3, "by position: block size 4, without the anchor"
 
 
 def test_overfitting_a_tiny_store_lowers_the_loss(make_store: MakeStore, make_train_config: MakeConfig) -> None:
