@@ -97,6 +97,8 @@ class Forecast:
         """Raise StoreError if the free space does not suffice, for the whole store or one of at most `limit` bytes."""
         if self.free_bytes is None or min(self.needed_bytes, limit or self.needed_bytes) <= self.free_bytes:
             return
+        if not self.frozen_bytes:  # it exists, and keeps its encoding and its layers
+            raise StoreError(f"{lacking_room(Path(str(self.store)), self.needed_bytes)} Or choose fewer --max-samples.")
         smallest = min(self.bytes_per_token, key=lambda name: self.bytes_per_token[name])
         smaller = f"--encoding {smallest}, " if smallest != self.encoding else ""
         raise StoreError(

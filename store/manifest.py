@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +88,29 @@ class Manifest:
         """Return the attributes of the root group."""
         fields = dataclasses.asdict(self) | {"target_layer_ids": list(self.target_layer_ids)}
         return {"format": FORMAT_NAME, **fields}
+
+    def origin(self) -> dict[str, Any]:
+        """What a segment repeats as `source["store"]`, so that it is known again in another store's folder.
+
+        bf16 states are raw, and mean the same under any calibration.
+        """
+        return {name: value for name, value in self.to_json().items() if name not in self._free_of_origin()}
+
+    def check_origin(self, segment: object, source: Mapping[str, Any]) -> None:
+        """Raise StoreError for a segment that was made for a store unlike this one; one that does not say passes."""
+        found = source.get("store")
+        if found is None or found == self.origin():
+            return
+        own = {name: value for name, value in self.to_json().items() if name in self._free_of_origin()}
+        differences = Manifest.from_json({**found, **own}).differences(self)
+        if differences:
+            raise StoreError(
+                f"{segment} was made for another store than the one it lies in ({'; '.join(differences)}), whose training "
+                "would misread it. Move it back, or extract its samples into this store."
+            )
+
+    def _free_of_origin(self) -> set[str]:
+        return {"calibration_hash"} if self.encoding == "bf16" else set()
 
     @classmethod
     def from_json(cls, attributes: dict[str, Any]) -> Manifest:

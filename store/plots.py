@@ -162,7 +162,9 @@ def _plot_quantization(error: RoundingError, layer_ids: tuple[int, ...], encodin
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.legend(frameon=False, fontsize=9)
     measured = encoding == "bf16"
-    kind = "measured by encoding the bf16 features" if measured else "expected from the stored steps s"
+    kind = (
+        "measured by encoding the bf16 features" if measured else "of rounding alone, expected from the stored steps s"
+    )
     label_axes(
         axes,
         f"Error of {'int8' if measured else encoding}, {kind}",

@@ -212,6 +212,8 @@ class StoreReader:
                 self._segments[len(self._entries) + len(entries)] = segment
                 entry, num_opened = make_entry(segment), num_opened + 1
             entries.append(entry)
+        for entry in entries:
+            self.manifest.check_origin(self.folder / SEGMENTS / entry.name, entry.source)
         if is_listing and len(names) >= MIN_SEGMENTS and (num_opened or len(cached) != len(names)):
             write_index(self.folder, [*self._entries, *entries], self._index_files)
         return entries

@@ -133,6 +133,7 @@ class _Verifier:
     def __init__(self, path: Path, progress: Callable[[int, int], None] | None, total_bytes: int | None = None) -> None:
         self.path = path
         self.report = VerifyReport(leftovers=[str(entry) for entry in stale_entries(path)])
+        self.manifest: Manifest | None = None
         self.encoding: Encoding | None = None
         self.segment_ids: list[str] = []
         self._progress = progress
@@ -154,6 +155,7 @@ class _Verifier:
             self.report.num_segments = len(self.segment_ids)
             manifest = open_manifest(self.path)
             self.encoding = manifest_encoding(manifest)
+            self.manifest = manifest
         except ValueError:
             if sound:
                 raise  # intact, but of a newer version
@@ -194,6 +196,8 @@ class _Verifier:
             return
         try:
             files.check()
+            if self.manifest is not None:
+                self.manifest.check_origin(folder, segment.source)
         except StoreError as error:
             self.problem(name, None, None, error)
         if folder.parent.name == SEGMENTS:

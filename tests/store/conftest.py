@@ -120,7 +120,8 @@ class StoreMaker:
         self, path: Path, numbers: Iterable[int], lengths: Iterable[int] = (), files: Files | None = None
     ) -> str | None:
         """Commit a segment of the numbered samples, of the given lengths or of odd ones."""
-        writer = SegmentWriter(path, self.encoding, {"source": "test"}, files)
+        attributes = {"source": "test", "store": self.manifest.origin()}
+        writer = SegmentWriter(path, self.encoding, attributes, files)
         lengths = list(lengths)
         for position, number in enumerate(numbers):
             length = lengths[position] if lengths else ODD_LENGTHS[number % len(ODD_LENGTHS)]

@@ -1,6 +1,7 @@
 """A store that grows, shrinks and is merged under its readers."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from dflash_train.store.joined import open_stores
 from dflash_train.store.opened import list_segments
 from dflash_train.store.plan import PLAN_NAME, Plan, read_plan, write_plan
 from dflash_train.store.reader import StoreReader
+from dflash_train.store.segment import SegmentWriter
 from dflash_train.store.verify import verify_store
 
 PLAN = Plan(samples=14, tokens=900, longest=507, state="running", beat=3, run="a")
@@ -45,6 +47,43 @@ def test_stores_with_equal_manifests_merge_by_moving_segment_folders(
         )
     assert verify_store(one).problems == [] and len(StoreReader(two).samples) == 0
     assert list(read_index(one)) == (list_segments(one) if indexed else [])
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize(
+    ("encoding", "changes", "named"),
+    [
+        ("int8", {"calibration_hash": "9" * 16}, "calibration_hash: found '9{16}', wanted '"),
+        ("projected-int4", {"calibration_hash": "9" * 16}, "calibration_hash"),
+        ("bf16", {"weights_fingerprint": "9" * 16}, "weights_fingerprint"),
+        ("bf16", {"target_layer_ids": (0, 1, 2, 3, 4)}, "target_layer_ids"),
+        ("bf16", {"calibration_hash": "9" * 16}, None),  # raw states: only D of the store that reads them counts
+        ("int8", {"target_name": "org/copy"}, None),  # the weights agree
+    ],
+)
+def test_a_segment_that_was_moved_from_an_unlike_store_is_refused_by_name(
+    with_: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    indexed: bool,
+    encoding: str,
+    changes: dict[str, Any],
+    named: str | None,
+) -> None:
+    monkeypatch.setattr(reader_module, "MIN_SEGMENTS", 1 if indexed else 1000)
+    maker = with_(encoding_name=encoding)
+    store = maker.store(tmp_path / "store")
+    writer = SegmentWriter(store, maker.encoding, {"store": replace(maker.manifest, **changes).origin()})
+    writer.append(**maker.sample(30, 9))
+    moved = writer.commit()
+    if named is None:
+        assert 1030 in StoreReader(store).stored_ids() and verify_store(store).problems == []
+        return
+    for _ in range(2):  # also from an index, had one been written
+        with pytest.raises(StoreError, match=rf"segments/{moved} was made for another store .*{named}.* Move it back"):
+            StoreReader(store)
+    [problem] = verify_store(store).problems
+    assert problem.segment == moved and "was made for another store" in problem.text
 
 
 def test_several_stores_read_as_one(bf16: Any, with_: Any, tmp_path: Path) -> None:
