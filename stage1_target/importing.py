@@ -266,7 +266,7 @@ class _Import:
         attributes = {
             "data": {"name": self._source, "format": self.layout.name, "layers": list(config.layers)},
             "settings": {"target": config.target.name, "seed": config.seed},
-            "store": reader.manifest.origin(),
+            "store": reader.manifest.origin,
         }
         stored = reader.stored_ids() | read_consumed(reader.path).ids
         calibration = reader.calibration.to(self._device)

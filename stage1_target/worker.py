@@ -92,7 +92,7 @@ def _work(
     if config.compile_target:
         compile_layers(target, config.batch_tokens, int(table.lengths.max()))
         checked = False  # the compiled layers have not been
-    attributes = {**attributes, "store": reader.manifest.origin()}
+    attributes = {**attributes, "store": reader.manifest.origin}
     overlap = Overlap()
     forwarder = Forwarder(target, encoding, reader.calibration, table, config.batch_tokens, overlap)
     num_threads = GPU_THREADS if target.device.type == "cuda" else 1

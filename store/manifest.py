@@ -12,6 +12,7 @@ import json
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,7 @@ class Manifest:
         fields = dataclasses.asdict(self) | {"target_layer_ids": list(self.target_layer_ids)}
         return {"format": FORMAT_NAME, **fields}
 
+    @cached_property
     def origin(self) -> dict[str, Any]:
         """What a segment repeats as `source["store"]`, so that it is known again in another store's folder.
 
@@ -99,7 +101,7 @@ class Manifest:
     def check_origin(self, segment: object, source: Mapping[str, Any]) -> None:
         """Raise StoreError for a segment that was made for a store unlike this one; one that does not say passes."""
         found = source.get("store")
-        if found is None or found == self.origin():
+        if found is None or found == self.origin:
             return
         own = {name: value for name, value in self.to_json().items() if name in self._free_of_origin()}
         differences = Manifest.from_json({**found, **own}).differences(self)

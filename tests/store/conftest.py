@@ -120,7 +120,7 @@ class StoreMaker:
         self, path: Path, numbers: Iterable[int], lengths: Iterable[int] = (), files: Files | None = None
     ) -> str | None:
         """Commit a segment of the numbered samples, of the given lengths or of odd ones."""
-        attributes = {"source": "test", "store": self.manifest.origin()}
+        attributes = {"source": "test", "store": self.manifest.origin}
         writer = SegmentWriter(path, self.encoding, attributes, files)
         lengths = list(lengths)
         for position, number in enumerate(numbers):

@@ -73,7 +73,7 @@ def test_a_segment_that_was_moved_from_an_unlike_store_is_refused_by_name(
     monkeypatch.setattr(reader_module, "MIN_SEGMENTS", 1 if indexed else 1000)
     maker = with_(encoding_name=encoding)
     store = maker.store(tmp_path / "store")
-    writer = SegmentWriter(store, maker.encoding, {"store": replace(maker.manifest, **changes).origin()})
+    writer = SegmentWriter(store, maker.encoding, {"store": replace(maker.manifest, **changes).origin})
     writer.append(**maker.sample(30, 9))
     moved = writer.commit()
     if named is None:
