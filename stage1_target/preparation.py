@@ -36,6 +36,7 @@ from dflash_train.stage1_target.target_config import (
     text_config,
 )
 from dflash_train.stage1_target.target_files import TargetFiles
+from dflash_train.stage1_target.tokenization import hash_chat_template
 from dflash_train.store.consumed import read_consumed
 from dflash_train.store.encoding import AUTO_RANK
 from dflash_train.store.location import StoreLocation
@@ -89,9 +90,10 @@ def prepare(config: ExtractConfig, report: Report) -> Prepared:
         )
         data = replace(data, max_tokens=int(num_positions))
     config = replace(config, data=data, target_layer_ids=layer_ids)
-    for warning in generation_mismatches(data.source, config.target.name, data.chat_template_arguments):
-        report(Note(warning))
     tokenizer = load_tokenizer(config.target)
+    template = hash_chat_template(tokenizer)
+    for warning in generation_mismatches(data.source, config.target.name, data.chat_template_arguments, template):
+        report(Note(warning))
     slow_paths = _slow_paths(config, model_config, tokenizer)
     if slow_paths and config.require_fast_kernels:
         raise refused(slow_paths)
