@@ -197,7 +197,7 @@ def evaluate(
     tokenizer = load_tokenizer(config.target)
     arguments, template = config.chat_template_arguments, hash_chat_template(tokenizer)
     for source in config.prompts:
-        for warning in generation_mismatches(source, config.target.name, arguments, template):
+        for warning in generation_mismatches(source, config.target, arguments, template):
             report(warning)
     for warning in training_mismatches(folder, model_config, tokenizer, arguments):
         report(warning)

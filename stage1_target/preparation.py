@@ -92,7 +92,7 @@ def prepare(config: ExtractConfig, report: Report) -> Prepared:
     config = replace(config, data=data, target_layer_ids=layer_ids)
     tokenizer = load_tokenizer(config.target)
     template = hash_chat_template(tokenizer)
-    for warning in generation_mismatches(data.source, config.target.name, data.chat_template_arguments, template):
+    for warning in generation_mismatches(data.source, config.target, data.chat_template_arguments, template):
         report(Note(warning))
     slow_paths = _slow_paths(config, model_config, tokenizer)
     if slow_paths and config.require_fast_kernels:
