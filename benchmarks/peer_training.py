@@ -418,6 +418,14 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def closing_line(result: dict[str, Any]) -> str:
+    """What `train` returned, in one line that benchmarks/quality.py reads in the log."""
+    return (
+        f"{result['steps']:,} steps in {result['seconds']:.0f} s, median {result['ms_per_step'] or 0:.1f} ms, "
+        f"{result['graphs']} graphs compiled. Measure it by:"
+    )
+
+
 def main() -> None:
     parser = make_parser()
     options = parser.parse_args()
@@ -428,8 +436,7 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
     print(
-        f"{result['steps']:,} steps in {result['seconds']:.0f} s, median {result['ms_per_step'] or 0:.1f} ms, "
-        f"{result['graphs']} graphs compiled. Measure it by:\n"
+        f"{closing_line(result)}\n"
         f"dflash evaluate --target {options.target or 'TARGET'} --drafter {options.run} --data HELD_OUT"
     )
 

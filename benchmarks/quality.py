@@ -61,6 +61,8 @@ LAST_STEPS = 50
 GRACE_SECONDS = 15.0
 """For a stopped run to save."""
 PEER_SCRIPT = Path(__file__).with_name("peer_training.py")
+RECOMPILE_LIMIT_PASSED = "torch._dynamo hit config."
+"""How torch's warning begins, of recompile_limit or accumulated_recompile_limit (2.11, _dynamo/convert_frame.py)."""
 
 
 @dataclass(frozen=True)
@@ -237,6 +239,22 @@ class OutOfTime(Exception):
 
 class Failed(Exception):
     """A command ended with a failure."""
+
+
+def compile_facts(text: str) -> dict[str, Any]:
+    """What a run's log says of compilation; None for what it does not say.
+
+    Ours ends at the first graph after its warm-up, the peer's step goes on: it makes graphs as shapes come, up to torch's
+    limit, of which torch warns once a function, and beyond which that function is not compiled.
+    """
+    ours = re.findall(r"compiled (\d+) graphs? in (\d+) s, ([\d,]+) recompilations?", text)
+    *_, peers = [None, *re.finditer(r"(\d+) graphs compiled\. Measure it by", text)]
+    found = ours[-1] if ours else (None if peers is None else peers[1], None, None)
+    numbers = [None if number is None else int(number.replace(",", "")) for number in found]
+    return {
+        **dict(zip(("graphs", "compile_seconds", "recompilations"), numbers, strict=True)),
+        "recompile_limit_passed": None if peers is None else RECOMPILE_LIMIT_PASSED in text[: peers.start()],
+    }
 
 
 class Benchmark:
@@ -475,9 +493,6 @@ class Benchmark:
         rows, tokens = planned_rows(self.path(variant.store), segments, seed, options.steps, options, fraction)
         read = read_run(run)
         step_tokens = read.pop("step_tokens")
-        text = log.read_text(errors="replace")
-        compiled = re.findall(r"compiled (\d+) graphs in (\d+) s, (\d+) recompilations", text)
-        numbers = [int(number) for number in compiled[-1]] if compiled else [None, None, None]
         return {
             "variant": variant.name,
             "seed": seed,
@@ -495,7 +510,7 @@ class Benchmark:
             "histogram": report["histogram"],
             "positions": [entry["cumulative"] for entry in report["positions"]],
             "trained_prompts": report["trained_prompts"],
-            **dict(zip(("graphs", "compile_seconds", "recompilations"), numbers, strict=True)),
+            **compile_facts(log.read_text(errors="replace")),
             "versions": (report.get("versions") or {}) | ({} if state is None else state.versions),
             "device": report["device"],
             "revision": self.revision,

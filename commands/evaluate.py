@@ -113,7 +113,6 @@ def evaluate(
     from dflash_train.speculate.evaluate import EvaluateConfig
     from dflash_train.speculate.evaluate import evaluate as run
     from dflash_train.speculate.evaluation_tables import format_evaluation
-    from dflash_train.stage1_target.generation import generation_mismatches
     from dflash_train.stage1_target.target_config import TargetConfig
 
     config = EvaluateConfig(
@@ -125,9 +124,6 @@ def evaluate(
         **fields,
     )
     with Terminal(EvaluateView()) as terminal:
-        for source in data:
-            for warning in generation_mismatches(source, target, config.chat_template_arguments):
-                terminal.report(warning)
         result = run(config, terminal.report, devices if len(devices) > 1 else ())
     show(result, format_evaluation(result), as_json, output)
     if output is not None:

@@ -43,9 +43,10 @@ from dflash_train.speculate.prompts import Prompt, PromptSet, name_prompts, read
 from dflash_train.speculate.sampling import Sampling
 from dflash_train.speculate.training_record import training_mismatches
 from dflash_train.speculate.zlab import ZlabDrafter, check_reference
+from dflash_train.stage1_target.generation import generation_mismatches
 from dflash_train.stage1_target.target import load_target
 from dflash_train.stage1_target.target_config import TargetConfig, load_model_config, load_tokenizer, text_config
-from dflash_train.stage1_target.tokenization import ChatRenderer
+from dflash_train.stage1_target.tokenization import ChatRenderer, hash_chat_template
 from dflash_train.units import format_count
 
 if TYPE_CHECKING:
@@ -194,7 +195,11 @@ def evaluate(
     groups = trained_groups(folder)
     most = getattr(text_config(model_config), "max_position_embeddings", None)
     tokenizer = load_tokenizer(config.target)
-    for warning in training_mismatches(folder, model_config, tokenizer, config.chat_template_arguments):
+    arguments, template = config.chat_template_arguments, hash_chat_template(tokenizer)
+    for source in config.prompts:
+        for warning in generation_mismatches(source, config.target, arguments, template):
+            report(warning)
+    for warning in training_mismatches(folder, model_config, tokenizer, arguments):
         report(warning)
     prompt_set = read_prompts(
         config.prompts,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import logging
 import time
 from dataclasses import asdict, dataclass, replace
@@ -36,6 +37,7 @@ from dflash_train.stage1_target.target_config import (
     text_config,
 )
 from dflash_train.stage1_target.target_files import TargetFiles
+from dflash_train.stage1_target.tokenization import hash_chat_template
 from dflash_train.store.consumed import read_consumed
 from dflash_train.store.encoding import AUTO_RANK
 from dflash_train.store.location import StoreLocation
@@ -89,9 +91,10 @@ def prepare(config: ExtractConfig, report: Report) -> Prepared:
         )
         data = replace(data, max_tokens=int(num_positions))
     config = replace(config, data=data, target_layer_ids=layer_ids)
-    for warning in generation_mismatches(data.source, config.target.name, data.chat_template_arguments):
-        report(Note(warning))
     tokenizer = load_tokenizer(config.target)
+    template = hash_chat_template(tokenizer)
+    for warning in generation_mismatches(data.source, config.target, data.chat_template_arguments, template):
+        report(Note(warning))
     slow_paths = _slow_paths(config, model_config, tokenizer)
     if slow_paths and config.require_fast_kernels:
         raise refused(slow_paths)
@@ -130,6 +133,10 @@ def prepare(config: ExtractConfig, report: Report) -> Prepared:
                 "compared where nothing is left to store (inspect-store --verify recompute does)"
             )
         )
+    if reader is not None and len(pending):
+        mixed = _arguments_warning(reader, data.chat_template_arguments)
+        if mixed is not None:
+            report(Note(mixed))
     batches = plan_batches(table.lengths, pending, config.batch_tokens, config.seed)
     dtype = config.target.resolve_dtype(torch.device(parse_devices(config.devices)[0].torch_device))
     files = {} if reader is not None else tokenizer_files(tokenizer)
@@ -164,6 +171,23 @@ def _mask_token_note(tokenizer: Any, vocab_size: int) -> str | None:
     return (
         f"the target's tokenizer has no mask token and uses all {vocab_size:,} rows of the embedding: train-drafter will "
         f"want --mask-token, {mask_token_wanted(tokenizer)}"
+    )
+
+
+def _arguments_warning(reader: StoreReader, arguments: dict[str, Any]) -> str | None:
+    """What to say where segments that are there have other template arguments; None where they have these, or none known.
+
+    Imported segments record none.
+    """
+    recorded = [source.get("settings", {}).get("chat_template_arguments") for source in reader.sources()]
+    others = [json.dumps(one, sort_keys=True) for one in recorded if isinstance(one, dict) and one != arguments]
+    if not others:
+        return None
+    return (
+        f"warning: segments of the store ({len(others):,} of {len(recorded):,}) were extracted with "
+        f"--chat-template-arguments {' and '.join(repr(one) for one in dict.fromkeys(others))}, this start has "
+        f"'{json.dumps(arguments, sort_keys=True)}': a drafter learns both, and another mode of thinking halves acceptance; "
+        "give the same, or another --store"
     )
 
 

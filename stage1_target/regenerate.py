@@ -28,7 +28,7 @@ from dflash_train.stage1_target.generator_pool import run_generators
 from dflash_train.stage1_target.regenerate_config import RegenerateConfig
 from dflash_train.stage1_target.sources import open_source
 from dflash_train.stage1_target.target_config import load_model_config, load_tokenizer
-from dflash_train.stage1_target.tokenization import ChatRenderer
+from dflash_train.stage1_target.tokenization import ChatRenderer, hash_chat_template
 from dflash_train.units import format_count
 
 __all__ = ["Answering", "RegenerateConfig", "RegenerateResult", "make_settings", "regenerate"]
@@ -92,17 +92,20 @@ def regenerate(config: RegenerateConfig, report: Report | None = None) -> Regene
     report = report or (lambda _event: None)
     reader = DialogueReader(open_source(config.source, config.split), config.max_conversations)
     stop = threading.Event()
-    server = None
+    server, template = None, None
     if config.server is not None:
         server = ChatServer(config.server, _api_key(config), config.request_seconds, config.retries, stop)
+        template = _local_template(config)
     else:
         parse_devices(config.devices)
         load_model_config(config.target)
-        ChatRenderer(load_tokenizer(config.target), config.chat_template_arguments)
+        tokenizer = load_tokenizer(config.target)
+        ChatRenderer(tokenizer, config.chat_template_arguments)
+        template = hash_chat_template(tokenizer)
     dialogues = reader.read()
     first = next(dialogues)  # that no row can be used is said before anything is loaded
     model = None if server is None else config.server_model or _only_model(server)
-    answers = AnswerFile(config.output, make_settings(config, model))
+    answers = AnswerFile(config.output, make_settings(config, model, template))
     run = Run(config, answers, reader, report)
     pending = run.pending(itertools.chain([first], dialogues))
     stopped = False
@@ -138,7 +141,9 @@ def regenerate(config: RegenerateConfig, report: Report | None = None) -> Regene
     )
 
 
-def make_settings(config: RegenerateConfig, model: str | None) -> GenerationSettings:
+def make_settings(
+    config: RegenerateConfig, model: str | None, chat_template_hash: str | None = None
+) -> GenerationSettings:
     """What the answers of a run depend on; `model` is what the server calls the target."""
     return GenerationSettings(
         target=absolute_target(config.target.name),
@@ -151,9 +156,21 @@ def make_settings(config: RegenerateConfig, model: str | None) -> GenerationSett
         seed=config.seed,
         keep_unfinished=config.keep_unfinished,
         server_model=model,
+        chat_template_hash=chat_template_hash,
         made_from={"data": config.source, "split": config.split, "server": config.server},
         packages={name: _version(name) for name in PACKAGES},
     )
+
+
+def _local_template(config: RegenerateConfig) -> str | None:
+    """Hash of the chat template in the folder that --target names beside a server; None for a name, or without one."""
+    if not Path(config.target.name).exists():
+        return None
+    try:
+        tokenizer = load_tokenizer(config.target)
+    except InputError:  # the server runs it all the same
+        return None
+    return hash_chat_template(tokenizer) if tokenizer.chat_template else None
 
 
 def _version(package: str) -> str | None:

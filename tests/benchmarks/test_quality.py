@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_train.benchmarks import quality, quality_data, quality_table
+from dflash_train.benchmarks import peer_training, quality, quality_data, quality_table
 from dflash_train.benchmarks.random_target import make_target
 from dflash_train.store.reader import StoreReader
 
@@ -119,6 +119,33 @@ def test_a_peer_runs_on_the_gpu_that_was_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(benchmark, "call", call)
     benchmark._train_peer(quality.PLANS["peer"][2], 0, tmp_path / "run", tmp_path / "log")
     assert called[0]["CUDA_VISIBLE_DEVICES"] == "GPU-b"
+
+
+def test_a_line_has_the_graphs_of_ours_and_of_the_peers_and_whether_torchs_limit_was_passed() -> None:
+    ours = "step 10\ncompiled 6 graphs in 31 s, 0 recompilations in 2,500 steps\n"
+    facts = {"graphs": 6, "compile_seconds": 31, "recompilations": 0, "recompile_limit_passed": None}
+    assert quality.compile_facts(ours) == facts
+    once = "compiled 1 graph in 31 s, 1 recompilation in 1 step\n"
+    assert quality.compile_facts(once) == {**facts, "graphs": 1, "recompilations": 1}
+    assert set(quality.compile_facts("nothing compiled").values()) == {None}
+    assert peer_training.closing_line({"steps": 2500, "seconds": 99.6, "ms_per_step": None, "graphs": 0}).endswith(
+        "2,500 steps in 100 s, median 0.0 ms, 0 graphs compiled. Measure it by:"
+    )
+    result = {"steps": 2500, "seconds": 99.6, "ms_per_step": 31.25, "graphs": 17}
+    facts = {"graphs": 17, "compile_seconds": None, "recompilations": None, "recompile_limit_passed": False}
+    assert quality.compile_facts(peer_training.closing_line(result)) == facts
+    # the warning as this torch words it
+    compiled = """import torch
+torch._dynamo.config.recompile_limit = 1
+run = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
+for size in range(2, 5):
+    run(torch.ones(size))
+"""
+    command = [sys.executable, "-c", compiled]
+    log = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True).stdout
+    assert quality.compile_facts(peer_training.closing_line(result) + log) == facts, "an evaluation's warning"
+    facts["recompile_limit_passed"] = True
+    assert quality.compile_facts(log + peer_training.closing_line(result)) == facts
 
 
 def test_a_copy_that_fails_does_not_stop_the_runs_of_other_stores(

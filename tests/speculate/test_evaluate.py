@@ -466,6 +466,32 @@ def test_the_command_warns_of_prompts_that_were_regenerated_in_another_way(
         assert (text in " ".join(result.stderr.split())) is warned
 
 
+def test_prompts_that_were_regenerated_with_another_template_or_revision_are_warned_of(config: EvaluateConfig) -> None:
+    from dflash_train.stage1_target.generation import settings_path
+    from dflash_train.stage1_target.regenerate import RegenerateConfig, make_settings
+    from dflash_train.stage1_target.target_config import load_tokenizer
+    from dflash_train.stage1_target.tokenization import hash_chat_template
+
+    prompts, notes = Path(config.prompts[0]), list[Any]()
+    asked = RegenerateConfig(target=config.target, source="questions.jsonl", output=prompts)
+    own = hash_chat_template(load_tokenizer(config.target))
+    for made_with in ("0" * 16, own, None):
+        notes.clear()
+        settings_path(prompts).write_text(json.dumps(make_settings(asked, None, made_with).__dict__))
+        evaluate(replace(config, compare_plain=False, max_new_tokens=2), notes.append)
+        warned = [note for note in notes if isinstance(note, str) and "regenerated" in note]
+        assert len(warned) == (made_with == "0" * 16)
+        assert all(f"another chat template than this target's (hash {made_with}, here {own})" in one for one in warned)
+    notes.clear()
+    made = make_settings(replace(asked, target=replace(config.target, revision="v1")), None)
+    settings_path(prompts).write_text(json.dumps(made.__dict__))
+    evaluate(
+        replace(config, target=replace(config.target, revision="v2"), max_new_tokens=2, compare_plain=False),
+        notes.append,
+    )
+    assert any("by revision 'v1' of the target, not by 'v2'" in note for note in notes if isinstance(note, str))
+
+
 def test_the_picture_is_a_png(config: EvaluateConfig, tmp_path: Path) -> None:
     from dflash_train.speculate.plots import plot_acceptance
 

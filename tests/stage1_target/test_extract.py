@@ -193,6 +193,34 @@ def test_nothing_to_do_says_that_another_targets_weights_were_not_compared(
     assert any("are not compared where nothing is left to store" in getattr(note, "text", "") for note in notes)
 
 
+def test_a_store_that_is_extended_with_other_template_arguments_is_warned_of_once(
+    config: ExtractConfig, conversations: Path, tmp_path: Path
+) -> None:
+    store, lines = tmp_path / "own", conversations.read_text().splitlines(keepends=True)
+    files = []
+    for number, part in enumerate((lines[:20], lines[20:30], lines[30:40])):
+        files.append(tmp_path / f"{number}.jsonl")
+        files[-1].write_text("".join(part))
+
+    def extended(number: int, dry_run: bool = False, **arguments: Any) -> list[str]:
+        notes: list[Any] = []
+        data = replace(config.data, source=str(files[number]), chat_template_arguments=arguments)
+        assert extract(replace(config, store=store, data=data, dry_run=dry_run), notes.append).exit_status == 0
+        return [note.text for note in notes if isinstance(note, Note) and "template" in note.text]
+
+    assert extended(0) == []
+    [text] = extended(1, enable_thinking=False)
+    assert re.fullmatch(
+        r"warning: segments of the store \((\d+) of \1\) were extracted with --chat-template-arguments '{}', this start has "
+        r"'{\"enable_thinking\": false}': .* give the same, or another --store",
+        text,
+    )
+    assert extended(1, enable_thinking=False) == [], "nothing is left to store"
+    assert len(StoreReader(store).samples) == 30, "it is no error"
+    [text] = extended(2, dry_run=True)
+    assert """with --chat-template-arguments '{"enable_thinking": false}', this start has '{}'""" in text
+
+
 def test_dry_run_forecasts_and_writes_nothing(config: ExtractConfig) -> None:
     events: list[Event] = []
     result = extract(replace(config, dry_run=True), events.append)
