@@ -37,7 +37,8 @@ def store_report(path: StoreLocation, seed: int = 0) -> dict[str, Any]:
     reader = StoreReader(path)
     lengths, supervised = reader.samples["length"], reader.samples["supervised"]
     percentiles = np.percentile(lengths, PERCENTILES, method="nearest").tolist() if len(lengths) else []
-    sources = {canonical_json(source): source for source in reader.sources()}
+    made_from = [{key: value for key, value in source.items() if key != "store"} for source in reader.sources()]
+    sources = {canonical_json(source): source for source in made_from}  # the manifest stands beside them
     references = open_references(path, reader.encoding)
     reference_bytes = num_reference_bytes(references)
     features = feature_statistics(reader, seed)
