@@ -24,7 +24,7 @@ from dflash_train.machine.runs import logs_folder
 from dflash_train.machine.torchrun import TorchrunPlace, rank_devices, torchrun_place, torchrun_store
 from dflash_train.stage1_target.events import Event, Note, Progress, Report, Tokenising
 from dflash_train.stage1_target.extract_config import ExtractConfig
-from dflash_train.stage1_target.forecast import Forecast, lacking_room
+from dflash_train.stage1_target.forecast import Forecast, lacking_room, saying_what_lacks
 from dflash_train.stage1_target.preparation import (
     Prepared,
     open_if_there,
@@ -36,7 +36,6 @@ from dflash_train.stage1_target.ranks import RankEnd, Ranks
 from dflash_train.stage1_target.supervisor import Supervisor
 from dflash_train.stage1_target.writer import GPU_THREADS
 from dflash_train.store.creation import clean_staging, store_lock
-from dflash_train.store.files import StoreError
 from dflash_train.store.location import StoreUrl, beside
 from dflash_train.store.upload import check_spool, check_writable, store_exists
 from dflash_train.units import format_count
@@ -249,13 +248,10 @@ def _run_workers(
         name,
     ) as group:
         run = Supervisor(prepared, group, report, stop, created_elsewhere)
-        try:
+        with saying_what_lacks(
+            lambda: _lacking_room(prepared, stored_indices(prepared.table, open_if_there(config.store)))
+        ):
             run.run()
-        except StoreError as error:
-            lack = _lacking_room(prepared, stored_indices(prepared.table, open_if_there(config.store)))
-            if lack is None:
-                raise
-            raise StoreError(f"{error} {lack}") from error
     return run
 
 

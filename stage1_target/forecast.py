@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import shutil
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,10 +97,11 @@ class Forecast:
 
     def refuse_if_too_large(self, limit: int | None = None) -> None:
         """Raise StoreError if the free space does not suffice, for the whole store or one of at most `limit` bytes."""
-        if self.free_bytes is None or min(self.needed_bytes, limit or self.needed_bytes) <= self.free_bytes:
+        needed = min(self.needed_bytes, limit or self.needed_bytes)
+        if self.free_bytes is None or needed <= self.free_bytes:
             return
         if not self.frozen_bytes:  # it exists, and keeps its encoding and its layers
-            raise StoreError(f"{lacking_room(Path(str(self.store)), self.needed_bytes)} Or choose fewer --max-samples.")
+            raise StoreError(f"{_describe_lack(self.store, needed, self.free_bytes)} Or choose fewer --max-samples.")
         smallest = min(self.bytes_per_token, key=lambda name: self.bytes_per_token[name])
         smaller = f"--encoding {smallest}, " if smallest != self.encoding else ""
         raise StoreError(
@@ -131,8 +134,22 @@ def free_bytes(store: Path) -> int:
 def lacking_room(store: Path, needed: int) -> str | None:
     """How much the disk lacks for needed bytes, in one sentence; None where it suffices."""
     free = free_bytes(store)
-    if needed <= free:
-        return None
+    return None if needed <= free else _describe_lack(store, needed, free)
+
+
+@contextmanager
+def saying_what_lacks(lack: Callable[[], str | None]) -> Iterator[None]:
+    """Add to a StoreError how much room the disk lacks for what is left, where it does: `lacking_room` of that."""
+    try:
+        yield
+    except StoreError as error:
+        sentence = lack()
+        if sentence is None:
+            raise
+        raise StoreError(f"{error} {sentence}") from error
+
+
+def _describe_lack(store: StoreLocation, needed: int, free: int) -> str:
     return (
         f"What is left takes {format_bytes(needed)}, but {store} has {format_bytes(free)} free: "
         f"{format_bytes(needed - free)} more are needed before the next run."

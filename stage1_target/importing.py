@@ -28,7 +28,7 @@ from dflash_train.errors import InputError
 from dflash_train.machine.launch import stop_signals
 from dflash_train.stage1_target.calibration import calibrate_states, calibration_of
 from dflash_train.stage1_target.encoding_choice import resolve_encoding
-from dflash_train.stage1_target.forecast import lacking_room
+from dflash_train.stage1_target.forecast import lacking_room, saying_what_lacks
 from dflash_train.stage1_target.foreign import ForeignSample, Layout, StateFile, UnusableFile, open_layout
 from dflash_train.stage1_target.identity import (
     build_manifest,
@@ -53,7 +53,6 @@ from dflash_train.store.calibration import Calibration
 from dflash_train.store.consumed import read_consumed
 from dflash_train.store.creation import clean_staging, create_store, store_lock
 from dflash_train.store.encoding import Encoding, are_sound, unsound_state
-from dflash_train.store.files import StoreError
 from dflash_train.store.reader import StoreReader, open_manifest
 from dflash_train.store.reference import ReferenceWriter
 from dflash_train.store.segment import SegmentWriter
@@ -119,13 +118,8 @@ def import_store(config: ImportConfig, report: Report | None = None) -> ImportRe
             check_target(reader, target, encoding)
         vocab_size = target.vocab_size
         del target
-        try:
+        with saying_what_lacks(lambda: lacking_room(config.store, run.bytes_left(pending))):
             run.store(pending, reader, vocab_size, stop.is_set)
-        except StoreError as error:
-            lack = lacking_room(config.store, run.bytes_left(pending))
-            if lack is None:
-                raise
-            raise StoreError(f"{error} {lack}") from error
         run.result.seconds = time.monotonic() - started
         return run.result
 
