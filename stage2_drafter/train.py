@@ -101,10 +101,7 @@ def train(
     with run_lock(config.run) if config.run.exists() else nullcontext():
         run = prepare_ahead(config)
         checkpoint = check_resume(run)
-        if checkpoint is None:
-            check_initial_weights(run)
-        check_disk_space(config.run, _num_parameters(run), config.keep)
-        lines = [] if measurement is None else measurement.check(run)
+        lines = _check_start(run, checkpoint, measurement)
     where = ", ".join(device.label for device in devices)
     done = checkpoint is not None and checkpoint.step >= run.total_steps and _is_closed(run)
     if checkpoint is not None and done and not _removals_left(run, checkpoint.step):
@@ -260,10 +257,7 @@ def _train_under_torchrun(
 
     def announce(run: PreparedRun, checkpoint: Checkpoint | None) -> None:
         """What `train` checks and says before it starts ranks of its own."""
-        if checkpoint is None:
-            check_initial_weights(run)
-        check_disk_space(config.run, _num_parameters(run), config.keep)
-        lines = [] if measurement is None else measurement.check(run)
+        lines = _check_start(run, checkpoint, measurement)
         _describe(run, checkpoint, f"{format_count(place.world, 'rank')} of torchrun", report)
         for line in lines:
             report(line)
@@ -285,6 +279,14 @@ def _train_under_torchrun(
     if stopped:
         report(f"stopped at step {result.step} of {result.total_steps}; run again to go on")
     return result
+
+
+def _check_start(run: PreparedRun, checkpoint: Checkpoint | None, measurement: Measurement | None) -> list[str]:
+    """Refuse first weights that do not fit, and a disk that is too small; returns what the measurement has to say."""
+    if checkpoint is None:
+        check_initial_weights(run)
+    check_disk_space(run.config.run, _num_parameters(run), run.config.keep)
+    return [] if measurement is None else measurement.check(run)
 
 
 def _num_parameters(run: PreparedRun) -> int:
