@@ -10,7 +10,7 @@ from typing import Any
 
 from dflash_train.errors import InputError
 from dflash_train.speculate.loading import CONFIG_FILE, WEIGHTS_FILE, find_drafter
-from dflash_train.stage2_drafter.checkpoint import Checkpoint, check_file
+from dflash_train.stage2_drafter.checkpoint import Checkpoint, TrainerState, check_file
 
 STATE_FILE = "trainer/state.json"
 
@@ -89,17 +89,18 @@ def read_drafter_folder(path: Path) -> DrafterFolder:
         config=config,
         shapes=shapes,
         dtypes=dtypes,
-        trained_config=_trained_config(folder),
+        trained_config=None if (state := read_state(folder)) is None else state.drafter,
         damage=_damage(folder),
     )
 
 
-def _trained_config(folder: Path) -> Mapping[str, Any] | None:
+def read_state(folder: Path) -> TrainerState | None:
+    """What the trainer wrote beside a drafter; None for an export, another trainer's drafter, or a damaged record."""
     if not (folder / STATE_FILE).is_file():
         return None
     try:
-        return Checkpoint(path=folder, step=0).state().drafter
-    except InputError:  # a damaged record is no record
+        return Checkpoint(path=folder, step=0).state()
+    except InputError:
         return None
 
 

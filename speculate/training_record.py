@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from dflash_train.errors import InputError
-from dflash_train.speculate.drafter_folder import STATE_FILE
+from dflash_train.speculate.drafter_folder import read_state
 from dflash_train.stage1_target.identity import config_hash
 from dflash_train.stage1_target.tokenization import hash_chat_template, hash_tokenizer
-from dflash_train.stage2_drafter.checkpoint import Checkpoint, TrainerState
+from dflash_train.stage2_drafter.checkpoint import TrainerState
 from dflash_train.store.manifest import Manifest
 from dflash_train.store.reader import StoreReader, list_segments
 
@@ -30,7 +30,7 @@ def training_mismatches(
     An export, or another trainer's drafter, has no record and gives none; template arguments are compared where the store
     is still a folder here.
     """
-    state = _state(folder)
+    state = read_state(folder)
     if state is None:
         return []
     try:
@@ -55,15 +55,6 @@ def training_mismatches(
             f"'{json.dumps(chat_template_arguments)}': give the same, for another mode of thinking halves acceptance"
         )
     return warnings
-
-
-def _state(folder: Path) -> TrainerState | None:
-    if not (folder / STATE_FILE).is_file():
-        return None
-    try:
-        return Checkpoint(path=folder, step=0).state()
-    except InputError:  # a damaged record is no record
-        return None
 
 
 def _template_arguments(folder: Path, state: TrainerState, manifest: Manifest) -> dict[str, Any] | None:
