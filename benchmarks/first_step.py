@@ -17,7 +17,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,28 +32,14 @@ from dflash_train.stage2_drafter.drafter import Drafter, DrafterConfig
 from dflash_train.stage2_drafter.preparation import PreparedRun, prepare_ahead
 from dflash_train.stage2_drafter.row_loader import RowBuffer, RowBuilder
 from dflash_train.store.encoding import make_encoding
-from dflash_train.store.files import Files
 from dflash_train.store.index import INDEX_NAME
 from dflash_train.store.segment import SegmentWriter
+from dflash_train.store.upload import SpoolFiles
 
 ROW_TOKENS, SEGMENT_SAMPLES, HIDDEN_SIZE = 128, 100, 32
 IMPORT = "import dflash_train.stage2_drafter.trainer"
 Result = TypeVar("Result")
 NO_INDEX = "parent: open the store without its index, check, count the rows"
-
-
-class UnsyncedFiles(Files):
-    """Files that may be lost in a power cut, and so are written in a tenth of the time."""
-
-    def fsync(self, descriptor: int) -> None:
-        pass
-
-    def sync_directory(self, path: Path) -> None:
-        pass
-
-    def together(self, calls: Sequence[Callable[[], None]]) -> None:
-        for call in calls:
-            call()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +61,7 @@ def write_store(path: Path, num_samples: int, seed: int = 0) -> None:
     token_ids, loss_mask = np.zeros(ROW_TOKENS, np.int32), np.ones(ROW_TOKENS, np.uint8)
     features = np.zeros((ROW_TOKENS, encoding.num_columns), encoding.storage_dtype)
     for first in range(0, num_samples, SEGMENT_SAMPLES):
-        writer = SegmentWriter(path, encoding, {}, UnsyncedFiles())
+        writer = SegmentWriter(path, encoding, {}, SpoolFiles())
         for sample in range(first, min(first + SEGMENT_SAMPLES, num_samples)):
             length = lengths[sample]
             writer.append(sample, groups[sample], token_ids[:length], loss_mask[:length], features[:length])
