@@ -119,6 +119,7 @@ class Forwarder:
         self._budget: int | None = None  # tokens with padding; None until memory was short
         self._num_unfit = 0
         self._overlap = overlap or Overlap()
+        self._under_way: list[torch.Tensor] = []  # what the batch before this one still has on the device
         self._copies: Any = None
         self._buffers: HostBuffers | None = None
         if target.device.type == "cuda":
@@ -191,8 +192,9 @@ class Forwarder:
         except torch.OutOfMemoryError:
             pass
         # outside the except clause: there the traceback would keep the failed batch's tensors alive
-        if self._target.device.type == "cuda":
+        if self._copies is not None:
             torch.cuda.synchronize(self._target.device)
+            self._under_way.clear()  # its copies are complete now
             torch.cuda.empty_cache()
         return None
 
@@ -226,6 +228,7 @@ class Forwarder:
                 if source is not None:
                     place.copy_(source, non_blocking=True)
             copied = self._event()
+        self._under_way = [source for source in sources if source is not None]
         return EncodedBatch(
             indices,
             lengths,
@@ -237,7 +240,7 @@ class Forwarder:
             buffer=buffer,
             buffers=self._buffers,
             events=(began, encoded, copied),
-            on_device=[source for source in sources if source is not None],
+            on_device=self._under_way,
         )
 
     def _event(self) -> Any:

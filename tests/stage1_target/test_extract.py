@@ -35,7 +35,7 @@ from dflash_train.stage1_target.supervisor import Supervisor
 from dflash_train.stage1_target.target import Target, load_target
 from dflash_train.stage1_target.target_config import TargetConfig, load_model_config, load_tokenizer
 from dflash_train.stage1_target.writer import StoreWriter
-from dflash_train.store.encoding import make_encoding
+from dflash_train.store.encoding import Encoding, make_encoding
 from dflash_train.store.files import Files
 from dflash_train.store.manifest import StoreError, format_id
 from dflash_train.store.reader import StoreReader
@@ -795,11 +795,45 @@ class FakeEvent:
         return 1.0
 
 
+def as_on_a_gpu(forwarder: Forwarder, encoding: Encoding, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a forwarder take the path of a GPU, with its streams and events replaced."""
+    forwarder._copies = SimpleNamespace(wait_event=lambda _event: None)
+    forwarder._buffers = HostBuffers(encoding, 3 * 200, NUM_BUFFERS, pinned=False)
+    monkeypatch.setattr(forwarder, "_to_device", lambda tensor: tensor)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
+
+
+def test_a_sample_is_called_too_long_only_with_nothing_else_on_the_device(
+    config: ExtractConfig, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = preparation.prepare(replace(config, encoding="int8"), lambda _event: None)
+    encoding = make_encoding("int8", 2, 32)
+    worker._create(prepared.config, target, encoding, prepared.table)
+    calibration = StoreReader(config.store).calibration
+    forwarder = Forwarder(target, encoding, calibration, prepared.table, config.batch_tokens)
+    as_on_a_gpu(forwarder, encoding, monkeypatch)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_device: None)
+    [before] = forwarder.run([0, 1])
+    assert isinstance(before, EncodedBatch) and before.on_device, "its copies are under way"
+    run = forwarder._run
+
+    def with_memory_for_one(indices: tuple[int, ...]) -> EncodedBatch:
+        if before.on_device:
+            raise torch.OutOfMemoryError
+        return run(indices)
+
+    monkeypatch.setattr(forwarder, "_run", with_memory_for_one)
+    [part] = forwarder.run([2])
+    assert isinstance(part, EncodedBatch) and part.indices == (2,)
+    before.wait(Overlap())
+
+
 @pytest.mark.parametrize("name", ["bf16", "int8", "projected-int8"])
 def test_batches_through_reused_buffers_and_two_threads_are_stored_as_they_are(
     config: ExtractConfig, target: Target, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The path of a GPU, with its streams and events replaced."""
     prepared = preparation.prepare(replace(config, encoding=name), lambda _event: None)
     encoding = make_encoding(name, 2, 32, 32 if name.startswith("projected") else None)
     worker._create(prepared.config, target, encoding, prepared.table)
@@ -809,11 +843,7 @@ def test_batches_through_reused_buffers_and_two_threads_are_stored_as_they_are(
     wanted = {batch[0]: list(plain.run(batch)) for batch in batches}
     overlap = Overlap()
     forwarder = Forwarder(target, encoding, calibration, prepared.table, config.batch_tokens, overlap)
-    forwarder._copies = SimpleNamespace(wait_event=lambda _event: None)
-    forwarder._buffers = HostBuffers(encoding, 3 * 200, NUM_BUFFERS, pinned=False)
-    monkeypatch.setattr(forwarder, "_to_device", lambda tensor: tensor)
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
+    as_on_a_gpu(forwarder, encoding, monkeypatch)
     committed: list[messages.Committed] = []
     store_writer = StoreWriter(prepared.config, encoding, prepared.table, {}, committed.append, 2, overlap)
     for batch in batches:
