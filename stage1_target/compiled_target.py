@@ -6,8 +6,8 @@ one kind share a graph; sizes are symbolic, so batches need no buckets and no mo
 kind: torch treats a batch of one row as a constant. Warm-up runs both in the main thread, and shapes unlike those they
 were traced with; then nothing is ever compiled again: a batch that has no graph runs uncompiled, and the log says so.
 
-Off by default: it takes half a minute or so at the start of every worker, which pays from some millions of tokens a GPU
-on, and rounds differently: states differ from the uncompiled ones by bfloat16 noise.
+Off by default: it takes 6 to 20 s at the start of every worker (8B, one H200), which pays from a million or two of tokens
+a GPU on, and rounds differently: states differ from the uncompiled ones by bfloat16 noise.
 
 Shapes: B batch, T tokens.
 """

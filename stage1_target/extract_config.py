@@ -43,7 +43,7 @@ class ExtractConfig:
     """Tokens of one forward, padding included; more saves little beyond this (30,000 tokens/s at 16 x 2048 and 8 x 2048
     alike on one H200)."""
     compile_target: bool = False
-    """Compile the target's decoder layers; quicker batches for half a minute at each worker's start, so it is for runs of
+    """Compile the target's decoder layers; quicker batches for some 20 s at each worker's start, so it is for runs of
     some millions of tokens a GPU, and states differ by bfloat16 noise from those of a run without."""
     segment_bytes: int = 2_000_000_000
     """A segment is committed at this size; bytes."""
