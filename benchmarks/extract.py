@@ -2,8 +2,8 @@
 
     python benchmarks/extract.py --geometry qwen3-8b --json extract.json
 
-Makes a target of a named geometry with random weights in --ram, and samples of random tokens with lognormal lengths
-(random_target.py: nothing is downloaded). Then, on the same batches:
+Makes a target of a named geometry with random weights in --ram, and samples of random tokens with the lengths that
+conversations of ShareGPT have (random_target.py: nothing is downloaded). Then, on the same batches:
 
 - in one process: the forward with a padding mask and output_hidden_states (all layers, final norm, no head), the forward
   that stops after the last tap, and the same compiled;
@@ -41,7 +41,7 @@ from dflash_train.benchmarks.random_target import (
     FIRST_PLAIN_TOKEN,
     GEOMETRIES,
     NUM_TOKENS,
-    draw_lengths,
+    draw_chat_lengths,
     make_samples,
     make_target,
 )
@@ -53,12 +53,11 @@ ENCODINGS = ("int8", "bf16", "projected-int8")
 LABELS = {"projected-int8": "projected-int8, r = H"}  # --rank auto
 PADDED, BARE, COMPILED = "forward, mask and output_hidden_states", "forward to the last tap", "the same, compiled"
 INT8_RAM = "dflash extract int8, RAM disk"
-MEDIAN_TOKENS, SPREAD = 812, 0.7  # of the logarithm; a mean of about 1,000
 
 
 def lengths_of(num_tokens: int, longest: int, seed: int) -> NDArray[np.int64]:
-    """Lognormal lengths, at least 32 and at most `longest`, that sum up to at least num_tokens."""
-    lengths = draw_lengths(num_tokens // 100 + 8, seed, MEDIAN_TOKENS, SPREAD, 32, longest)
+    """Lengths of chat conversations, at most `longest`, that sum up to at least num_tokens."""
+    lengths = draw_chat_lengths(num_tokens // 30 + 8, seed, longest)
     return lengths[: int(np.searchsorted(np.cumsum(lengths), num_tokens)) + 1]
 
 

@@ -105,3 +105,5 @@ def test_lengths_are_ragged_and_sum_up() -> None:
     lengths = benchmark.lengths_of(100_000, 4096, seed=0)
     assert 100_000 <= lengths.sum() < 105_000 and lengths.min() >= 32 and lengths.max() <= 4096
     assert 0.4 < float(np.std(lengths) / np.mean(lengths)) < 1
+    many = benchmark.lengths_of(10_000_000, 4096, seed=0)
+    assert np.percentile(many, (25, 50, 75)) == pytest.approx([790, 1903, 2316], rel=0.05)
