@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dflash_train.benchmarks import extract as benchmark
-from dflash_train.benchmarks.extract import BARE, COMPILED, PADDED
+from dflash_train.benchmarks.extract import BARE, COMPILED, INT8_RAM, PADDED
 from dflash_train.stage1_target.overlap import Overlap
 
 FORWARDS = {
@@ -99,6 +99,46 @@ def test_a_variant_that_has_no_room_or_no_time_is_named(
     extracts = run(tmp_path, monkeypatch, "--budget", "-1")["extracts"]
     assert {each["skipped"] for each in extracts.values()} == {"left out: the time is up"}
     assert f"| {COMMANDS[0]} | left out: the time is up | | | | | | |" in capsys.readouterr().out
+
+
+BARS = {
+    "as good as wanted": (
+        {"one": 1302, "several": 2474, "seconds": 20.0},
+        """\
+| extract int8 / padded forward | 1.63 | >= 1.25 | met |
+| extract int8 / best bare forward | 0.93 | >= 0.93 | met |
+| 2 GPUs / one | 1.90 | >= 1.9 | met |
+| longest variant, s measured | 20.00 | <= 20 | met |
+""",
+    ),
+    "a little worse": (
+        {"one": 999, "several": 1897, "seconds": 20.004},
+        """\
+| extract int8 / padded forward | 1.25 | >= 1.25 | missed |
+| extract int8 / best bare forward | 0.71 | >= 0.93 | missed |
+| 2 GPUs / one | 1.90 | >= 1.9 | missed |
+| longest variant, s measured | 20.00 | <= 20 | missed |
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BARS)
+def test_every_bar_is_printed_with_what_was_found_and_whether_it_is_met(
+    case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, bars = BARS[case]
+    worker = Overlap().summary()
+    one = worker | {"tokens_per_second": found["one"], "seconds": found["seconds"], "whole_seconds": 30.0}
+    several = one | {"tokens_per_second": found["several"], "seconds": 16.0, "workers": [worker, worker]}
+    extracts = {INT8_RAM: one, f"{INT8_RAM}, GPUs 0,1": several, COMMANDS[1]: {"skipped": "left out: the time is up"}}
+    benchmark.show({"forwards": FORWARDS, "extracts": extracts})
+    assert f"\n| bar | found | wanted | |\n|---|---|---|---|\n{bars}" in capsys.readouterr().out
+
+
+def test_a_forward_that_was_measured_for_too_long_misses_the_bar_too(capsys: pytest.CaptureFixture[str]) -> None:
+    benchmark.show({"forwards": FORWARDS | {"num_tokens": 20_000}, "extracts": {}})
+    assert "| longest variant, s measured | 25.00 | <= 20 | missed |" in capsys.readouterr().out
 
 
 def test_lengths_are_ragged_and_sum_up() -> None:
