@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,13 @@ import pytest
 
 from dflash_train.benchmarks import extract as benchmark
 from dflash_train.benchmarks.extract import BARE, COMPILED, INT8_RAM, PADDED
+from dflash_train.benchmarks.random_target import make_samples
+from dflash_train.stage1_target.extract_config import ExtractConfig
 from dflash_train.stage1_target.overlap import Overlap
+from dflash_train.stage1_target.preparation import prepare
+from dflash_train.stage1_target.samples import DataConfig
+from dflash_train.stage1_target.schedule import padding_share
+from dflash_train.stage1_target.target_config import TargetConfig
 
 FORWARDS = {
     "num_tokens": 5000,
@@ -139,6 +147,49 @@ def test_every_bar_is_printed_with_what_was_found_and_whether_it_is_met(
 def test_a_forward_that_was_measured_for_too_long_misses_the_bar_too(capsys: pytest.CaptureFixture[str]) -> None:
     benchmark.show({"forwards": FORWARDS | {"num_tokens": 20_000}, "extracts": {}})
     assert "| longest variant, s measured | 25.00 | <= 20 | missed |" in capsys.readouterr().out
+
+
+def test_the_forwards_run_the_batches_that_extract_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[tuple[Any, float]] = []
+    rate = benchmark.rate
+
+    def rate_as_on_any_machine(run: Any, batches: Any, *arguments: Any) -> float:
+        measured.append((batches, rate(run, batches, *arguments)))
+        return 20_000.0
+
+    monkeypatch.setattr(benchmark, "rate", rate_as_on_any_machine)
+    given = argparse.Namespace(
+        geometry="tiny",
+        device="cpu",
+        seconds=1.0,
+        compile=False,
+        batch_tokens=2048,
+        max_tokens=1024,
+        seed=0,
+    )
+    forwards = benchmark.measure_forwards(given, tmp_path)
+    lengths = benchmark.lengths_of(forwards["num_tokens"], given.max_tokens, given.seed)
+    config = ExtractConfig(
+        target=TargetConfig(name=str(tmp_path / "target")),
+        data=DataConfig(source=str(make_samples(tmp_path / "samples.parquet", lengths)), max_tokens=given.max_tokens),
+        store=tmp_path / "store",
+        devices="cpu",
+        batch_tokens=given.batch_tokens,
+        seed=given.seed,
+        sample_cache=tmp_path / "cache",
+    )
+    planned = prepare(config, lambda _event: None).batches
+    assert len(planned) == forwards["num_batches"] > 9
+    assert forwards["padding"] == round(padding_share(planned), 4) > forwards["padding_of_full_windows"] > 0
+    _few, bare, padded = measured
+    assert bare[0] == padded[0] == planned and min(bare[1], padded[1]) > 0
+    assert {PADDED, BARE} < set(forwards) and COMPILED not in forwards
+
+
+def test_padding_is_below_three_percent_where_windows_are_full() -> None:
+    settings = {each.name: each.default for each in fields(ExtractConfig)}
+    given = argparse.Namespace(batch_tokens=settings["batch_tokens"], max_tokens=4096, seed=settings["seed"])
+    assert 0 < benchmark.full_windows_padding(given) < 0.03
 
 
 def test_lengths_are_ragged_and_sum_up() -> None:
