@@ -12,9 +12,10 @@ conversations of ShareGPT have (random_target.py: nothing is downloaded). Then, 
 All rates count real tokens, not padding. A command's rate is that of its worker from its second batch to its last, as
 its log has it: without imports, loading, calibration and compilation, which «whole» includes; «with last commit» adds the
 time from the last batch to the end of the last commit. There are as many samples as the bare forward runs in --seconds;
-a command on several GPUs gets three times as many each. The default keeps what is measured of each variant within 20 s,
-which the tables show; a command on several GPUs needs --seconds 6. Stores are deleted after each variant. What has not
-begun within --budget seconds is left out, and said so.
+a command on several GPUs gets three times as many each. The default keeps what is measured of each variant on one GPU
+within 20 s, and the last bar says whether it did; two GPUs take twice --seconds, so give 8: 16 s measured. Stores are
+deleted after each variant. The whole table takes ten minutes on an H200; what has not begun within --budget seconds is
+left out, and said so.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ ENCODINGS = ("int8", "bf16", "projected-int8")
 LABELS = {"projected-int8": "projected-int8, r = H"}  # --rank auto
 PADDED, BARE, COMPILED = "forward, mask and output_hidden_states", "forward to the last tap", "the same, compiled"
 INT8_RAM = "dflash extract int8, RAM disk"
+MOST_SECONDS = 20
+"""No variant is to be measured for longer."""
 
 
 def lengths_of(num_tokens: int, longest: int, seed: int) -> NDArray[np.int64]:
@@ -232,19 +235,24 @@ def show(result: dict[str, Any]) -> None:
                 f"| {name} | {shares} | {writers} | {found['written_gb_per_second']:.2f} | {found['commit_seconds']:.1f} "
                 f"| {found['host_buffers_gb']:.2f} | {found['peak_host_gb']:.1f} | {found['peak_gpu_gb']:.1f} | {found['limit']} |"
             )
+    bars: list[tuple[str, float, str, float]] = []
     if "tokens_per_second" in extracts.get(INT8_RAM, {}):
         value = extracts[INT8_RAM]["tokens_per_second"]
-        print("\n| bar | found | wanted | |\n|---|---|---|---|")
-        bars = [
-            ("extract int8 / padded forward", value / forwards[PADDED], 1.25),
-            ("extract int8 / best bare forward", value / best, 0.93),
+        bars += [
+            ("extract int8 / padded forward", value / forwards[PADDED], ">=", 1.25),
+            ("extract int8 / best bare forward", value / best, ">=", 0.93),
         ]
         for name, several in extracts.items():
             if "GPUs" in name and "tokens_per_second" in several:
                 number = len(several["workers"])
-                bars.append((f"{number} GPUs / one", several["tokens_per_second"] / value, 0.95 * number))
-        for text, found, wanted in bars:
-            print(f"| {text} | {found:.2f} | >= {wanted} | {'met' if found >= wanted else 'missed'} |")
+                bars.append((f"{number} GPUs / one", several["tokens_per_second"] / value, ">=", 0.95 * number))
+    windows = [forwards["num_tokens"] / forwards[name] for name in (PADDED, BARE, COMPILED) if name in forwards]
+    windows += [found["seconds"] for found in extracts.values() if "seconds" in found]
+    bars.append(("longest variant, s measured", max(windows), "<=", MOST_SECONDS))
+    print("\n| bar | found | wanted | |\n|---|---|---|---|")
+    for text, reached, sign, wanted in bars:
+        met = reached >= wanted if sign == ">=" else reached <= wanted
+        print(f"| {text} | {reached:.2f} | {sign} {wanted:g} | {'met' if met else 'missed'} |")
     for name, found in extracts.items():
         if "failed" in found:
             print(f"\n{name} failed:\n{found['failed']}")
@@ -352,7 +360,7 @@ def main() -> None:
     parser.add_argument("--ram", type=Path, default=Path("/dev/shm"), help="A RAM disk, for target and stores.")
     parser.add_argument("--folder", type=Path, default=Path(), help="A folder on the disk that is measured.")
     parser.add_argument("--seconds", type=float, default=10.0, help="Of the bare forward: how many samples there are.")
-    parser.add_argument("--budget", type=float, default=400.0, help="No variant begins after so many seconds.")
+    parser.add_argument("--budget", type=float, default=800.0, help="No variant begins after so many seconds.")
     parser.add_argument("--more-gpus", help="The int8 command to the RAM disk on these GPUs, too, such as 0,1.")
     parser.add_argument("--spread", help="The same with one target over these GPUs (--gpus-per-target), such as 0,1.")
     parser.add_argument(

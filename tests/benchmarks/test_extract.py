@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +15,14 @@ import numpy as np
 import pytest
 
 from dflash_train.benchmarks import extract as benchmark
-from dflash_train.benchmarks.extract import BARE, COMPILED, PADDED
+from dflash_train.benchmarks.extract import BARE, COMPILED, INT8_RAM, PADDED
+from dflash_train.benchmarks.random_target import make_samples
+from dflash_train.stage1_target.extract_config import ExtractConfig
 from dflash_train.stage1_target.overlap import Overlap
+from dflash_train.stage1_target.preparation import prepare
+from dflash_train.stage1_target.samples import DataConfig
+from dflash_train.stage1_target.schedule import padding_share
+from dflash_train.stage1_target.target_config import TargetConfig
 
 FORWARDS = {
     "num_tokens": 5000,
@@ -99,6 +107,89 @@ def test_a_variant_that_has_no_room_or_no_time_is_named(
     extracts = run(tmp_path, monkeypatch, "--budget", "-1")["extracts"]
     assert {each["skipped"] for each in extracts.values()} == {"left out: the time is up"}
     assert f"| {COMMANDS[0]} | left out: the time is up | | | | | | |" in capsys.readouterr().out
+
+
+BARS = {
+    "as good as wanted": (
+        {"one": 1302, "several": 2474, "seconds": 20.0},
+        """\
+| extract int8 / padded forward | 1.63 | >= 1.25 | met |
+| extract int8 / best bare forward | 0.93 | >= 0.93 | met |
+| 2 GPUs / one | 1.90 | >= 1.9 | met |
+| longest variant, s measured | 20.00 | <= 20 | met |
+""",
+    ),
+    "a little worse": (
+        {"one": 999, "several": 1897, "seconds": 20.004},
+        """\
+| extract int8 / padded forward | 1.25 | >= 1.25 | missed |
+| extract int8 / best bare forward | 0.71 | >= 0.93 | missed |
+| 2 GPUs / one | 1.90 | >= 1.9 | missed |
+| longest variant, s measured | 20.00 | <= 20 | missed |
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BARS)
+def test_every_bar_is_printed_with_what_was_found_and_whether_it_is_met(
+    case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, bars = BARS[case]
+    worker = Overlap().summary()
+    one = worker | {"tokens_per_second": found["one"], "seconds": found["seconds"], "whole_seconds": 30.0}
+    several = one | {"tokens_per_second": found["several"], "seconds": 16.0, "workers": [worker, worker]}
+    extracts = {INT8_RAM: one, f"{INT8_RAM}, GPUs 0,1": several, COMMANDS[1]: {"skipped": "left out: the time is up"}}
+    benchmark.show({"forwards": FORWARDS, "extracts": extracts})
+    assert f"\n| bar | found | wanted | |\n|---|---|---|---|\n{bars}" in capsys.readouterr().out
+
+
+def test_a_forward_that_was_measured_for_too_long_misses_the_bar_too(capsys: pytest.CaptureFixture[str]) -> None:
+    benchmark.show({"forwards": FORWARDS | {"num_tokens": 20_000}, "extracts": {}})
+    assert "| longest variant, s measured | 25.00 | <= 20 | missed |" in capsys.readouterr().out
+
+
+def test_the_forwards_run_the_batches_that_extract_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[tuple[Any, float]] = []
+    rate = benchmark.rate
+
+    def rate_as_on_any_machine(run: Any, batches: Any, *arguments: Any) -> float:
+        measured.append((batches, rate(run, batches, *arguments)))
+        return 20_000.0
+
+    monkeypatch.setattr(benchmark, "rate", rate_as_on_any_machine)
+    given = argparse.Namespace(
+        geometry="tiny",
+        device="cpu",
+        seconds=1.0,
+        compile=False,
+        batch_tokens=2048,
+        max_tokens=1024,
+        seed=0,
+    )
+    forwards = benchmark.measure_forwards(given, tmp_path)
+    lengths = benchmark.lengths_of(forwards["num_tokens"], given.max_tokens, given.seed)
+    config = ExtractConfig(
+        target=TargetConfig(name=str(tmp_path / "target")),
+        data=DataConfig(source=str(make_samples(tmp_path / "samples.parquet", lengths)), max_tokens=given.max_tokens),
+        store=tmp_path / "store",
+        devices="cpu",
+        batch_tokens=given.batch_tokens,
+        seed=given.seed,
+        sample_cache=tmp_path / "cache",
+    )
+    planned = prepare(config, lambda _event: None).batches
+    assert len(planned) == forwards["num_batches"] > 9
+    assert forwards["padding"] == round(padding_share(planned), 4) > forwards["padding_of_full_windows"] > 0
+    _few, bare, padded = measured
+    assert bare[0] == padded[0] == planned and min(bare[1], padded[1]) > 0
+    assert {PADDED, BARE} < set(forwards) and COMPILED not in forwards
+
+
+def test_padding_is_below_three_percent_where_windows_are_full() -> None:
+    settings = {each.name: each.default for each in fields(ExtractConfig)}
+    given = argparse.Namespace(batch_tokens=settings["batch_tokens"], max_tokens=4096, seed=settings["seed"])
+    assert 0 < benchmark.full_windows_padding(given) < 0.03
 
 
 def test_lengths_are_ragged_and_sum_up() -> None:

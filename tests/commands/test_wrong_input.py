@@ -715,6 +715,18 @@ CASES: dict[str, list[Case]] = {
             own_target(remove("target/tokenizer.json")),
         ),
         Case(
+            "a tokenizer in Python where fast paths are required",
+            f"{EXTRACT} --require-fast-kernels",
+            1,
+            "tokenizer: target has no tokenizer.json; …. Convert it once with AutoTokenizer and save_pretrained, or give data with input_ids and loss_mask. Nothing was stored, because of --require-fast-kernels.",
+            own_target(
+                in_order(
+                    remove("target/tokenizer.json"),
+                    write("target/tokenizer_config.json", '{"tokenizer_class": "ByT5Tokenizer"}'),
+                )
+            ),
+        ),
+        Case(
             "no chat template",
             EXTRACT,
             1,

@@ -367,6 +367,14 @@ def test_calibration_of_other_layers_or_of_no_store_is_refused_before_the_target
             preparation.prepare(replace(config, calibration_from=store), lambda _event: None)
 
 
+def test_a_target_over_several_gpus_without_accelerate_is_refused(
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match="--gpus-per-target .* the package accelerate: pip install accelerate"):
+        preparation.prepare(replace(config, gpus_per_target=2), lambda _event: None)
+
+
 def test_wrong_settings_are_refused() -> None:
     parts: dict[str, Any] = {
         "target": TargetConfig(name="x"),

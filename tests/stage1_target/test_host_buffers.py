@@ -1,9 +1,15 @@
 import threading
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from dflash_train.stage1_target import host_buffers
+from dflash_train.stage1_target.forward import Forwarder
 from dflash_train.stage1_target.host_buffers import HostBuffers
+from dflash_train.stage1_target.overlap import Overlap
 from dflash_train.store.encoding import make_encoding
 
 
@@ -42,6 +48,35 @@ def test_take_waits_until_a_buffer_is_given_back() -> None:
     timer.start()
     assert buffers.take() is first
     timer.join()
+
+
+@pytest.mark.parametrize(
+    ("batch_tokens", "num_tokens", "size"),
+    [
+        (1000, 4096, "2.2 MiB"),  # the longest sample
+        (8192, 8192, "4.3 MiB"),
+        (16_384, 14_096, "7.5 MiB"),  # all there are
+    ],
+)
+def test_a_worker_prints_what_its_buffers_take_of_host_memory(
+    batch_tokens: int,
+    num_tokens: int,
+    size: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As on a GPU, but for what CUDA does: 4 buffers of 128 int8 and two float32 scales a token, and two bools."""
+    monkeypatch.setattr(host_buffers, "_register", lambda _owner, slab: slab)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: None)
+    target: Any = SimpleNamespace(device=torch.device("cuda"))
+    calibration: Any = SimpleNamespace(to=lambda _device: None)
+    table: Any = SimpleNamespace(lengths=np.array([4096, *[100] * 100]))
+    overlap = Overlap()
+    with caplog.at_level("INFO"):
+        Forwarder(target, make_encoding("int8", 2, 64), calibration, table, batch_tokens, overlap)
+    line = f"Host memory for batches on their way to disk: 4 pinned buffers of {num_tokens} tokens, {size} in all."
+    assert caplog.messages == [line]
+    assert overlap.num_ring_bytes == pytest.approx(4 * num_tokens * (128 + 8 + 2), abs=4 * 4 * 4096)
 
 
 @pytest.mark.gpu

@@ -39,6 +39,17 @@ def test_the_window_opens_with_the_second_batch_and_shares_are_of_it(clock: list
     assert summary["padding"] == pytest.approx(0.0099, abs=1e-4) and summary["limit"] == "writers"
 
 
+@pytest.mark.parametrize(("gpu_seconds", "limit"), [(0.95, "gpu"), (0.5, "main thread")])
+def test_a_busy_gpu_limits_and_an_idle_one_waits_for_the_main_thread(
+    clock: list[float], gpu_seconds: float, limit: str
+) -> None:
+    overlap = Overlap()
+    for _ in range(3):
+        clock[0] += 1
+        overlap.batch_ran(100, 110, gpu_seconds)
+    assert overlap.summary()["limit"] == limit
+
+
 def test_the_log_line_is_found_again_and_a_log_without_one_gives_none() -> None:
     overlap = Overlap()
     log = f"2026-01-01 INFO Loading.\n2026-01-01 INFO {overlap.line()}\n"

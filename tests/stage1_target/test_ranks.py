@@ -307,6 +307,10 @@ def test_two_agents_share_the_work_and_the_next_start_fills_gaps(
     assert list((store / ".staging").iterdir()) == []
 
 
+def num_commits(rank: int, logs: Path) -> int:
+    return sum(log.read_text().count("Committed segment") for log in logs.glob(f"*/rank-{rank}-0.log"))
+
+
 @pytest.mark.slow
 def test_a_sigterm_to_both_agents_commits_what_has_run(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
     store, rows, num_rows = tmp_path / "store", tmp_path / "rows.jsonl", 4000
@@ -319,7 +323,7 @@ def test_a_sigterm_to_both_agents_commits_what_has_run(tiny_target: Callable[...
     agents = start_agents([*extract_words(tiny_target("llama"), rows, store), "--segment-bytes", "20000"], tmp_path)
     try:
         deadline = time.monotonic() + 120
-        while not list((store / "segments").glob("2*")) and time.monotonic() < deadline:
+        while min(num_commits(rank, tmp_path / "store.logs") for rank in (0, 1)) < 2 and time.monotonic() < deadline:
             assert all(agent.poll() is None for agent in agents)
             time.sleep(0.02)
         for agent in agents:
@@ -331,5 +335,6 @@ def test_a_sigterm_to_both_agents_commits_what_has_run(tiny_target: Callable[...
     stored = len(StoreReader(store).samples)
     assert 0 < stored < num_rows and verify_store(store).problems == []
     assert output.count(f"stored {stored:,} of 4,000; run again to go on") == 1, output
+    assert " of 4,000 samples run (" in output and " tokens/s on 2 workers (" in output, "one display for both ranks"
     assert all("SignalException" in output and agent.returncode == 1 for agent in agents), "torchrun's own end"
     assert list((store / ".staging").iterdir()) == [], output

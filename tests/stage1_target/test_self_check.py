@@ -191,6 +191,24 @@ def test_a_batch_too_large_for_the_memory_is_checked_in_part(tiny_target: Callab
     assert self_check(target, ragged(), SCALE, pad_right, none) is None
 
 
+def test_an_error_counts_in_units_of_its_channels_scale(tiny_target: Callable[..., Path]) -> None:
+    """What is much of a channel of ones is nothing of one that is 10,000 everywhere."""
+    target, channel = load(tiny_target("llama")), 40  # of the second tapped layer
+
+    def one_channel_off(token_ids: torch.Tensor) -> torch.Tensor:
+        states = target.hidden_states(token_ids)
+        states[..., channel] += 1.0
+        return states
+
+    ones = torch.ones(2 * 32)
+    large = ones.index_fill(0, torch.tensor([channel]), 1e4)
+    seen, unseen = (self_check(target, ragged(), scale, pad_right, one_channel_off) for scale in (ones, large))
+    assert seen is not None and unseen is not None
+    assert seen.found[1] > 0.1 and unseen.found[1] < 1e-3
+    assert seen.found[0] == pytest.approx(unseen.found[0]), "the other layer is as it was"
+    unseen.stop_if_wrong()
+
+
 def test_limits_follow_the_dtype(tiny_target: Callable[..., Path]) -> None:
     target = load(tiny_target("llama"))
     assert limits(target, routed=False) == (1e-4, 0.01) and limits(target, routed=True) == (1e-4, 0.5)

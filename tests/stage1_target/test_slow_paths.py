@@ -32,6 +32,7 @@ HYBRID = TargetFiles(
     config={"text_config": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}},
     has_fast_tokenizer=False,
 )
+CONVERSATION = {"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two three"}]}
 
 
 def names(found: list[SlowPath]) -> list[str]:
@@ -79,17 +80,21 @@ def test_float32_weights_on_a_gpu_are_found_in_the_model_itself() -> None:
 
 
 def prepared(
-    tiny_target: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **fields: Any
+    tiny_target: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str = "auto",
+    row: dict[str, Any] = CONVERSATION,
+    **fields: Any,
 ) -> tuple[preparation.Prepared, list[str]]:
     """An extract of a hybrid target that believes in a GPU without kernels."""
     data = tmp_path / "rows.jsonl"
-    row = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two three"}]
-    data.write_text(json.dumps({"messages": row}) + "\n")
+    data.write_text(json.dumps(row) + "\n")
     monkeypatch.setattr(slow_paths, "find_spec", lambda module: None)
     monkeypatch.setattr(preparation, "parse_devices", lambda text: [Device("GPU 0", "cuda:0")])
     notes: list[str] = []
     config = ExtractConfig(
-        target=TargetConfig(name=str(tiny_target("linear_attention"))),
+        target=TargetConfig(name=str(tiny_target("linear_attention")), dtype=dtype),
         data=DataConfig(source=str(data)),
         store=tmp_path / "store",
         num_taps=2,
@@ -112,6 +117,16 @@ def test_extract_says_each_once_however_many_workers(
     run._handle([(first, loaded), (first, loaded)])
     assert notes[-1] == "warning: attention: it is eager. Do something." and notes.count(notes[-1]) == 1
     assert not any("said before" in note for note in notes)
+
+
+def test_extract_warns_of_a_tokenizer_in_python_and_of_float32_weights(
+    tiny_target: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Any
+) -> None:
+    monkeypatch.setattr(type(tiny_tokenizer), "is_fast", False)
+    tokens = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]}  # of messages it could not mark the answers
+    _, notes = prepared(tiny_target, tmp_path, monkeypatch, dtype="float32", row=tokens)
+    warned = [note.split(":")[1] for note in notes if note.startswith("warning")]
+    assert warned == [" tokenizer", " fast kernels", " weights"]
 
 
 def test_require_fast_kernels_makes_each_an_error(

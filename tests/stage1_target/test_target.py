@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from dflash_train.errors import InputError
+from dflash_train.stage1_target import target as target_module
 from dflash_train.stage1_target.identity import build_manifest, config_hash, frozen_target, weights_fingerprint
 from dflash_train.stage1_target.target import Target, load_target, make_target
 from dflash_train.stage1_target.target_config import (
     TargetConfig,
+    from_pretrained,
     load_model_config,
 )
 from dflash_train.store.encoding import make_encoding
@@ -200,6 +202,22 @@ def test_checkpoint_without_all_weights_is_refused(tiny_target: Callable[..., Pa
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(InputError, match=r"lacks 1 of its weights \(lm_head.weight\)"):
         load(tmp_path)
+
+
+def test_a_target_that_its_gpus_do_not_hold_is_refused(
+    tiny_target: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def placed(auto_class: Any, config: TargetConfig, what: str, **keywords: Any) -> Any:
+        if what != "weights":
+            return from_pretrained(auto_class, config, what, **keywords)
+        assert keywords.pop("device_map") == "balanced"
+        model, loading = from_pretrained(auto_class, config, what, **keywords)
+        model.hf_device_map = {"model.layers.0": 0, "": "cpu"}
+        return model, loading
+
+    monkeypatch.setattr(target_module, "from_pretrained", placed)
+    with pytest.raises(InputError, match="does not fit into the free memory of 2 GPUs; give it more with --gpus-per-"):
+        load_target(TargetConfig(name=str(tiny_target("llama"))), TAPS, "cpu", num_devices=2)
 
 
 def test_model_without_a_stack_of_layers_is_refused(tiny_target: Callable[..., Path]) -> None:

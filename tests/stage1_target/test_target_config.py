@@ -1,12 +1,16 @@
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from dflash_train.errors import InputError
 from dflash_train.stage1_target.target_config import (
     TargetConfig,
     check_target_layer_ids,
     default_target_layer_ids,
+    from_pretrained,
     load_model_config,
 )
 
@@ -30,6 +34,20 @@ def test_gguf_without_its_package_names_the_extra(tmp_path: Path, monkeypatch: p
         InputError, match=r"needs the package gguf; install the extra: pip install 'dflash-train\[gguf\]'"
     ):
         load_model_config(TargetConfig(name=str(tmp_path / "model.gguf")))
+
+
+def test_weights_that_do_not_fit_name_the_option_that_spreads_them(tiny_target: Callable[..., Path]) -> None:
+    class TooLarge:
+        @staticmethod
+        def from_pretrained(*_arguments: Any, **_keywords: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(
+        InputError,
+        match="The weights of the target '.*llama.*' do not fit into the memory of the device; give each copy more GPUs "
+        "with dflash extract --gpus-per-target, or take a quantised checkpoint",
+    ):
+        from_pretrained(TooLarge, TargetConfig(name=str(tiny_target("llama"))), "weights")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,13 @@ import torch
 from dflash_train.errors import InputError
 from dflash_train.stage1_target import messages, preparation, worker
 from dflash_train.stage1_target.extract import ExtractConfig
+from dflash_train.stage1_target.forward import EncodedBatch, Forwarder, Unfit
 from dflash_train.stage1_target.preparation import Prepared
 from dflash_train.stage1_target.samples import DataConfig
 from dflash_train.stage1_target.self_check import SelfCheck
+from dflash_train.stage1_target.target import load_target
 from dflash_train.stage1_target.target_config import TargetConfig
+from dflash_train.stage1_target.writer import StoreWriter
 from dflash_train.store.reader import StoreReader
 
 torch.set_num_threads(1)
@@ -113,3 +116,59 @@ def test_the_target_is_compiled_in_the_main_thread_before_any_other_thread_and_t
     assert compiled == [(True, 0, 100, int(prepared.table.lengths.max()))]
     assert caplog.text.count("Checked in ") == 1, "once more, now that the layers are others"
     assert [type(each) for each in parent.told[:3]] == [messages.Loaded, messages.Created, messages.Ready]
+
+
+def test_a_batch_that_is_still_copied_is_waited_for_after_the_next_one_has_begun(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[tuple[str, tuple[int, ...]]] = []
+    run, wait, put = Forwarder.run, EncodedBatch.wait, StoreWriter.put
+
+    def recorded_run(self: Forwarder, indices: tuple[int, ...]) -> Iterator[EncodedBatch | Unfit]:
+        order.append(("forward", indices))  # with the first next()
+        yield from run(self, indices)
+
+    def recorded_wait(self: EncodedBatch, overlap: Any) -> None:
+        order.append(("wait", self.indices))
+        wait(self, overlap)
+
+    def recorded_put(self: StoreWriter, item: Any) -> None:
+        if isinstance(item, EncodedBatch):
+            order.append(("put", item.indices))
+        put(self, item)
+
+    monkeypatch.setattr(Forwarder, "run", recorded_run)
+    monkeypatch.setattr(EncodedBatch, "wait", recorded_wait)
+    monkeypatch.setattr(StoreWriter, "put", recorded_put)
+    monkeypatch.setattr(EncodedBatch, "is_copied", False)  # as on a GPU; a CPU has no copy to wait for
+    runs = batches(prepared)[:3]
+    work(prepared, messages.Create(), *runs, messages.Finish())
+    one, two, three = (each.indices for each in runs)
+    assert order == [
+        ("forward", one),
+        ("forward", two),
+        ("wait", one),
+        ("put", one),
+        ("forward", three),
+        ("wait", two),
+        ("put", two),
+        ("wait", three),
+        ("put", three),
+    ]
+
+
+def test_the_target_is_loaded_over_its_gpus_and_what_it_lacks_is_told(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spread: list[int] = []
+
+    def load_with_eager_attention(config: TargetConfig, layer_ids: Any, device: str, num_devices: int) -> Any:
+        spread.append(num_devices)
+        target = load_target(config, layer_ids, device)
+        target.model.set_attn_implementation("eager")
+        return target
+
+    monkeypatch.setattr(worker, "load_target", load_with_eager_attention)
+    [loaded] = work(prepared, messages.Finish(), gpus_per_target=2).told
+    assert [slow.name for slow in loaded.slow_paths] == ["attention"]
+    assert spread == [2]
