@@ -183,6 +183,10 @@ def _extract_share(config: ExtractConfig, devices: list[Device], ranks: Ranks, r
         elsewhere = None if ranks.first else (lambda: ranks.store_is_there(config.store))
         run = _run_workers(share, devices, report_share, stop, f"rank-{ranks.place.rank}", elsewhere)
         own = RankEnd(num_new_samples=run.num_new_samples, num_new_tokens=run.num_new_tokens, failures=run.failures)
+        if newest is not None and run.failures:  # nothing runs here any more, but elsewhere
+            newest = replace(newest, tokens_per_second=0.0, hours_left=0.0, num_workers=0)
+        if newest is not None and not ranks.first:
+            ranks.publish(newest, last=True)
         ranks.end(own)
         ends = [own]
         if ranks.first:

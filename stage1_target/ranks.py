@@ -132,10 +132,10 @@ class Ranks:
             raise InputError(f"Rank 0 ended before {store} was created; its own message says why.")
         return False
 
-    def publish(self, progress: Progress) -> None:
-        """Tell rank 0 how far this rank is; at most once a second, unless it is done."""
+    def publish(self, progress: Progress, last: bool = False) -> None:
+        """Tell rank 0 how far this rank is; at most once a second, unless it is the last time."""
         now = time.monotonic()
-        if now - self._published >= PUBLISH_SECONDS or progress.num_committed == progress.num_pending:
+        if now - self._published >= PUBLISH_SECONDS or last:
             self._published = now
             self._set(f"progress/{self.place.rank}", json.dumps(asdict(progress)))
 
@@ -181,7 +181,7 @@ class Ranks:
             self._set("failures", json.dumps([f"rank 0: {reason}"]))
 
     def await_others(self, stop: threading.Event, tick: Callable[[], None]) -> list[RankEnd]:
-        """Rank 0: how each of the others ended, silent ones as failures; `tick` is called about once a second."""
+        """Rank 0: how each of the others ended, silent ones as failures; `tick` is called about once a second and last."""
         ends: dict[int, RankEnd] = {}
         deadline = ticked = None
         while waiting := [rank for rank in self.others if rank not in ends]:
@@ -202,6 +202,7 @@ class Ranks:
                     break
             if len(ends) < len(self.others):
                 time.sleep(POLL_SECONDS)
+        tick()  # with what the others published last
         return list(ends.values())
 
     def leave_together(self, failures: list[str], stop: threading.Event) -> list[str]:

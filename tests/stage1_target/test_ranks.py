@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -147,7 +148,9 @@ def test_a_rank_that_sees_other_samples_is_refused(prepared: Prepared, monkeypat
 def test_the_progress_of_all_ranks_is_one() -> None:
     first, second, third = all_ranks(3)
     assert first.merge(None, 90, 3000) is None
-    second.publish(progress(1))
+    second.publish(progress(1, num_samples=0))
+    second.publish(progress(1, num_samples=1))  # too soon after the first
+    second.publish(progress(1), last=True)
     third.publish(progress(2, num_samples=0, num_tokens=0))
     merged = first.merge(progress(0), 90, 3000)
     assert merged is not None
@@ -163,7 +166,7 @@ def test_rank_0_hears_how_the_others_ended(monkeypatch: pytest.MonkeyPatch) -> N
     second.end(RankEnd(num_new_samples=7, failures=["it died"]))
     ticks: list[int] = []
     ends = first.await_others(threading.Event(), lambda: ticks.append(1))
-    assert [end.num_new_samples for end in ends] == [7, 0] and len(ticks) == 1
+    assert [end.num_new_samples for end in ends] == [7, 0] and len(ticks) == 2
     assert [end.failures for end in ends] == [["it died"], ["rank 2 has said nothing for 0 s"]]
 
 
@@ -335,6 +338,8 @@ def test_a_sigterm_to_both_agents_commits_what_has_run(tiny_target: Callable[...
     stored = len(StoreReader(store).samples)
     assert 0 < stored < num_rows and verify_store(store).problems == []
     assert output.count(f"stored {stored:,} of 4,000; run again to go on") == 1, output
-    assert " of 4,000 samples run (" in output and " tokens/s on 2 workers (" in output, "one display for both ranks"
+    assert " tokens/s on 2 workers (" in output, "one display for both ranks"
+    *_, last = re.findall(r"of 4,000 samples run \(([\d,]+) committed", output)
+    assert int(last.replace(",", "")) == stored, output
     assert all("SignalException" in output and agent.returncode == 1 for agent in agents), "torchrun's own end"
     assert list((store / ".staging").iterdir()) == [], output
