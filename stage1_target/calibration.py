@@ -118,9 +118,9 @@ def calibrate(target: Target, batches: Iterable[tuple[torch.Tensor, list[int]]])
     num_layers = len(target.target_layer_ids)
     scale = calibrate_states(states_of(target, batches), num_layers, num_layers * target.hidden_size, target.device)
     if scale is None:
-        raise InputError(
-            "No calibration token has finite states; the target is broken in this dtype, try --dtype float32."
-        )
+        from dflash_train.stage1_target.probe import why_not_finite
+
+        raise InputError(f"No calibration token has finite states: {why_not_finite(target.model)}")
     return scale
 
 

@@ -29,6 +29,7 @@ from dflash_train.stage1_target.preparation import (
     Prepared,
     open_if_there,
     prepare,
+    quarantined_indices,
     segment_attributes,
     stored_indices,
 )
@@ -54,6 +55,8 @@ class ExtractResult:
     """Samples of the data."""
     num_stored: int = 0
     """Of these, samples in the store (quarantined ones included)."""
+    num_quarantined: int = 0
+    """Of these, samples in quarantine; known once a worker has run."""
     num_new_samples: int = 0
     """Stored by this run."""
     num_new_tokens: int = 0
@@ -74,7 +77,9 @@ class ExtractResult:
             return f"nothing to do: all {self.num_samples:,} samples are stored"
         if self.outcome == "dry run":
             return "dry run: nothing was stored"
-        text = f"stored {self.num_stored:,} of {self.num_samples:,}"
+        text = f"stored {self.num_stored - self.num_quarantined:,} of {self.num_samples:,}"
+        if self.num_quarantined:
+            text += f", {self.num_quarantined:,} are in quarantine"
         return text if self.num_stored == self.num_samples else f"{text}; run again to go on"
 
 
@@ -262,8 +267,10 @@ def _run_workers(
 def _sum_up(
     result: ExtractResult, prepared: Prepared, ends: Sequence[RankEnd], stopped: bool, started: float
 ) -> ExtractResult:
-    done = stored_indices(prepared.table, open_if_there(prepared.config.store))
+    reader = open_if_there(prepared.config.store)
+    done = stored_indices(prepared.table, reader)
     result.num_stored = int(done.sum())
+    result.num_quarantined = 0 if reader is None else int(quarantined_indices(prepared.table, reader).sum())
     result.outcome = "finished" if done.all() else "stopped" if stopped else "failed"
     result.num_new_samples = sum(end.num_new_samples for end in ends)
     result.num_new_tokens = sum(end.num_new_tokens for end in ends)

@@ -78,11 +78,24 @@ def probe_target(model: Any, decoder: nn.Module, layers: nn.ModuleList) -> Probe
             f"The {len(layers)} decoder layers of {type(model).__name__} do not run once each, in order; "
             "targets with a plain stack of decoder layers are wanted."
         )
+    if not bool(logits.isfinite().all()):
+        raise InputError(f"The target's logits are not finite: {why_not_finite(model)}")
     text = model.config.get_text_config(decoder=True)
     rounding = float(torch.finfo(head.dtype).eps)
     logit_scale, softcap = _logit_scale(logits, seen["last"] @ head.float().T, text, rounding)
     rows = table[token_ids[0]].float()
     return Probe(_embedding_scale(seen["first"], rows, text, rounding), logit_scale, softcap)
+
+
+def why_not_finite(model: nn.Module) -> str:
+    """What is wrong with a model whose states or logits are not finite, and what helps, as a sentence."""
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.detach().isfinite().all()):
+            return f"{name} has values that are not; the checkpoint is damaged, get it again."
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    if dtype == "float32":
+        return "all weights are, so it overflows even in float32; another checkpoint is wanted."
+    return f"all weights are, so it overflows in {dtype}; try --dtype float32."
 
 
 def _relative(found: Tensor, wanted: Tensor) -> float:

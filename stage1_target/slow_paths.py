@@ -114,12 +114,15 @@ def slow_paths_of_model(target: Target) -> list[SlowPath]:
     config = target.model_config.get_text_config(decoder=True)
     implementation: Any = getattr(getattr(target.decoder, "config", config), "_attn_implementation", None)
     if implementation == "eager" and getattr(config, "num_attention_heads", None):
+        cause, way_out = "fell back to", "Take a version of transformers whose class of this target supports sdpa"
+        if getattr(target.model, "_supports_sdpa", False):
+            cause, way_out = "is told by its config to take", "Remove attn_implementation from its config.json"
         found.append(
             SlowPath(
                 ATTENTION,
-                f"{type(target.model).__name__} fell back to eager attention: every layer writes all scores, memory and "
+                f"{type(target.model).__name__} {cause} eager attention: every layer writes all scores, memory and "
                 "time grow with the square of the length, and long samples run several times slower.",
-                "Take a version of transformers whose class of this target supports sdpa, and lower --batch-tokens.",
+                f"{way_out}, and lower --batch-tokens.",
             )
         )
     if target.device.type == "cuda":

@@ -157,7 +157,7 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int
     except InputError:
         raise InputError(
             f"A target of {num_target_layers} layers has no {num_taps} taps by z-lab's rule; "
-            "tap fewer layers or name them with --target-layers."
+            "tap fewer with --num-taps, or name them with --target-layers."
         ) from None
 
 

@@ -479,7 +479,7 @@ CASES: dict[str, list[Case]] = {
             "more taps than layers",
             f"{EXTRACT} --num-taps 50",
             1,
-            "A target of 5 layers has no 50 taps by z-lab's rule; tap fewer layers or name them with --target-layers.",
+            "A target of 5 layers has no 50 taps by z-lab's rule; tap fewer with --num-taps, or name them with --target-layers.",
         ),
         Case("no taps", f"{EXTRACT} --num-taps 0", 1, "--num-taps is 0, but must be more than 0."),
         Case(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -634,6 +635,28 @@ def test_states_that_are_not_finite_or_absurd_put_the_sample_into_quarantine(
     assert [message.indices for message in committed] == [(0, 1, 2)]
     done = preparation.stored_indices(table, reader)
     assert np.flatnonzero(done).tolist() == [0, 1, 2], "a resume does not try it again"
+    assert np.flatnonzero(preparation.quarantined_indices(table, reader)).tolist() == [1, 2]
+
+
+def test_the_result_tells_the_stored_from_the_quarantined(config: ExtractConfig, tmp_path: Path) -> None:
+    """A damaged row of the embedding spoils the samples that have its token."""
+    table = preparation.prepare(config, lambda _event: None).table
+    in_samples = [set(table.sample(index)[2].tolist()) for index in range(len(table))]
+    counts = Counter(token for tokens in in_samples for token in tokens)
+    rare, count = min(counts.items(), key=lambda item: item[1])
+    target = load_target(config.target, (1,), "cpu")
+    target.model.config.tie_word_embeddings = False
+    embedding = target.model.get_input_embeddings()
+    target.model.lm_head.weight = torch.nn.Parameter(embedding.weight.detach().clone())
+    with torch.no_grad():
+        embedding.weight[rare] = float("nan")
+    target.model.save_pretrained(tmp_path / "damaged")
+    target.tokenizer.save_pretrained(tmp_path / "damaged")
+    damaged = replace(config, target=TargetConfig(name=str(tmp_path / "damaged")))
+    result = extract(damaged)
+    assert 0 < count < 30 and (result.num_stored, result.num_quarantined, result.exit_status) == (120, count, 0)
+    assert result.message == f"stored {120 - count} of 120, {count} are in quarantine"
+    assert len(StoreReader(config.store).samples) == 120 - count
 
 
 def test_out_of_memory_halves_the_token_budget_for_the_rest_of_the_run(
@@ -864,7 +887,7 @@ def test_batches_through_reused_buffers_and_two_threads_are_stored_as_they_are(
             assert not part.on_device
             store_writer.put(part)
     store_writer.close()
-    assert forwarder._buffers._free.qsize() == NUM_BUFFERS, "every buffer came back"
+    assert forwarder._buffers is not None and forwarder._buffers._free.qsize() == NUM_BUFFERS, "every buffer came back"
     reader = StoreReader(config.store)
     assert sorted(index for message in committed for index in message.indices) == list(range(60))
     assert verify_store(config.store).problems == [] and len(reader.samples) == 60

@@ -62,7 +62,14 @@ def test_the_loaded_model_tells_its_attention(tiny_target: Callable[..., Path]) 
     assert slow_paths_of_model(target) == []
     target.model.set_attn_implementation("eager")
     [slow] = slow_paths_of_model(target)
-    assert slow.name == "attention" and "LlamaForCausalLM fell back to eager attention" in slow.text
+    assert slow.name == "attention" and "LlamaForCausalLM is told by its config to take eager attention" in slow.text
+    assert slow.way_out.startswith("Remove attn_implementation from its config.json")
+    type(target.model)._supports_sdpa, supports = False, type(target.model)._supports_sdpa
+    try:
+        [slow] = slow_paths_of_model(target)
+    finally:
+        type(target.model)._supports_sdpa = supports
+    assert "LlamaForCausalLM fell back to eager attention" in slow.text and "supports sdpa" in slow.way_out
 
 
 def test_float32_weights_on_a_gpu_are_found_in_the_model_itself() -> None:

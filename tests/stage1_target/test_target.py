@@ -227,6 +227,25 @@ def test_model_without_a_stack_of_layers_is_refused(tiny_target: Callable[..., P
         make_target(target.config, target.model, target.tokenizer, (0,))
 
 
+def test_logits_that_are_not_finite_name_the_tensor_or_the_dtype(tiny_target: Callable[..., Path]) -> None:
+    model = load_target(TargetConfig(name=str(tiny_target("llama"))), (1, 2), "cpu").model
+    config, tokenizer = TargetConfig(name="t"), object()
+    weight = model.model.layers[1].mlp.down_proj.weight
+    with torch.no_grad():
+        weight[0, 0] = float("nan")
+    damaged = (
+        r"logits are not finite: model.layers.1.mlp.down_proj.weight has values that are not; the checkpoint is damaged"
+    )
+    with pytest.raises(InputError, match=damaged):
+        make_target(config, model, tokenizer, (1, 2))
+    with torch.no_grad():
+        weight.fill_(1e38)
+    with pytest.raises(InputError, match="all weights are, so it overflows even in float32"):
+        make_target(config, model, tokenizer, (1, 2))
+    with pytest.raises(InputError, match="all weights are, so it overflows in bfloat16; try --dtype float32"):
+        make_target(config, model.bfloat16(), tokenizer, (1, 2))
+
+
 def test_layers_that_run_twice_are_refused(tiny_target: Callable[..., Path]) -> None:
     target = load(tiny_target("llama"))
     target.model.model.layers[2] = target.model.model.layers[1]
