@@ -32,16 +32,35 @@ def quantization_name(config: TargetConfig, model_config: Any) -> str | None:
     settings = getattr(model_config, "quantization_config", None)
     if settings is None:
         return None
-    method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
-    return str(getattr(method, "value", method))
+    settings = settings if isinstance(settings, dict) else vars(settings)
+    method = settings.get("quant_method")
+    if method is None and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
+        method = "bitsandbytes"  # as old checkpoints have it
+    return str(getattr(method, "value", method or ""))
+
+
+def _is_known(method: str) -> bool:
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    # GGUF files are unpacked whatever the version says of them, and bitsandbytes stands there by number of bits
+    return method in ("gguf", "bitsandbytes") or method in AUTO_QUANTIZATION_CONFIG_MAPPING
 
 
 def check_quantization(
     config: TargetConfig, model_config: Any, has_module: Callable[[str], bool] | None = None
 ) -> None:
-    """Raise InputError naming the packages that the target's quantisation needs and that are not installed."""
+    """Raise InputError for a quantisation that transformers does not know, or whose packages are not installed.
+
+    Of one that it does not know transformers warns, and loads the weights as if they were plain.
+    """
     installed = has_module or (lambda module: find_spec(module) is not None)
     method = quantization_name(config, model_config)
+    if method is not None and not _is_known(method):
+        raise InputError(
+            f"The weights of {config.name} are quantised by {method!r} by its config.json, which this transformers does not "
+            "know: take a newer transformers, or an unquantised checkpoint; where its weights are plain, remove "
+            "quantization_config from config.json."
+        )
     missing = [package for module, package in PACKAGES.get(method or "", ()) if not installed(module)]
     if missing:
         raise InputError(

@@ -36,7 +36,15 @@ def test_missing_packages_are_named(method: str) -> None:
     with pytest.raises(InputError, match=f"quantised by {method}, .*: pip install {' '.join(packages)}, or take"):
         check_quantization(CONFIG, quantised(method), lambda module: False)
     check_quantization(CONFIG, quantised(method), lambda module: True)
-    check_quantization(CONFIG, quantised("of tomorrow"), lambda module: False)
+
+
+@pytest.mark.parametrize("method", ["of tomorrow", None])
+def test_a_method_that_transformers_would_pass_over_is_refused(method: str | None) -> None:
+    with pytest.raises(
+        InputError, match=f"quantised by '{method or ''}' by its config.json, which this transformers does"
+    ):
+        check_quantization(CONFIG, quantised(method), lambda module: True)
+    check_quantization(CONFIG, SimpleNamespace(quantization_config={"load_in_8bit": True}), lambda module: True)
 
 
 @pytest.fixture(scope="module")
