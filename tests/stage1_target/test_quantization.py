@@ -111,6 +111,7 @@ def test_an_fp8_target_runs_on_a_gpu_or_names_what_its_kernels_need(fp8_target: 
         target = load_target(TargetConfig(name=str(fp8_target)), (1, 2), "cuda")
     except InputError as error:
         assert "kernel" in str(error), error
+        print("refused:", error)  # shown by pytest -rP
         return
     assert bool(target.hidden_states(torch.arange(7)[None]).isfinite().all())
 
