@@ -95,8 +95,11 @@ class RealAcceptance:
             }
             if real is not None and estimate is not None and self._first_gap(real, estimate):
                 evidence = Evidence(run, decoder, self._prompts, self._num_trained, dict(tensors))
-                for line in explain_gap(evidence, estimate, real):
-                    report(line)
+                try:
+                    for line in explain_gap(evidence, estimate, real):
+                        report(line)
+                except Interrupted:  # the number stands; the causes are looked for at the next gap
+                    self._explained = False
             return values
 
     def _first_gap(self, real: float, estimate: float) -> bool:

@@ -41,12 +41,13 @@ class ChatServer:
         self, url: str, api_key: str | None, timeout: float, retries: int, stop: threading.Event | None = None
     ) -> None:
         """Raises InputError for a URL that is none. `stop` ends waits for another try."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
-            port = parts.port
-        except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            port, name = parts.port, (parts.hostname or "").encode("idna")
+            parts.path.encode("ascii")
+        except ValueError:  # of a port, an IPv6 address, a label of a name (UnicodeError)
+            name = b""
+        if not name or parts.scheme not in ("http", "https"):
             raise InputError(f"--server is {url!r}; write an address such as http://localhost:8000/v1.")
         self.url = url
         self.num_retries = 0

@@ -396,6 +396,12 @@ CASES: dict[str, list[Case]] = {
             "--server is 'ftp://x'; write an address such as http://localhost:8000/v1.",
         ),
         Case(
+            "a server whose name has an empty part",
+            f"{SERVER} http://a..b:8000",
+            1,
+            "--server is 'http://a..b:8000'; write an address such as http://localhost:8000/v1.",
+        ),
+        Case(
             "a server that does not answer",
             f"{SERVER} http://127.0.0.1:9",
             1,

@@ -390,3 +390,22 @@ def test_beside_a_compiled_training_nothing_is_compiled_again(
     assert result["lossless"]
     for length in (result["acceptance_length"], *(entry["real_acceptance_length"] for entry in evaluations)):
         assert 1 <= length <= 4
+
+
+def test_a_stop_while_the_causes_of_a_gap_are_looked_for_keeps_the_number(
+    make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped, held_out_prompts = [False], gap._held_out_prompts
+
+    def late(*arguments: Any) -> Any:
+        stopped[0] = True
+        return held_out_prompts(*arguments)
+
+    monkeypatch.setattr(gap, "_held_out_prompts", late)
+    run, lines = prepare_run(make_config()), list[str]()
+    real = RealAcceptance()
+    values = real.measure(run, drafter_tensors(run), torch.device("cpu"), 3.9, lines.append, lambda: stopped[0])
+    assert values["real_acceptance_length"] >= 1
+    monkeypatch.undo()
+    real.measure(run, drafter_tensors(run), torch.device("cpu"), 3.9, lines.append, lambda: False)
+    assert sum("usual causes" in line for line in lines) == 1, lines

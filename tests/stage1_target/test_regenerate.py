@@ -601,7 +601,7 @@ def test_kill_dash_nine_and_resume_lose_and_double_nothing(
     process.kill()
     process.wait()
     if way == "server":
-        assert (tmp_path / "server" / "most_in_flight").read_text() == "3", "--requests bounds what is in flight"
+        assert (tmp_path / "server" / "most_in_flight").read_text() in ("2", "3"), "--requests bounds what is in flight"
     whole = output.read_bytes()
     kept = whole[: whole.rfind(b"\n") + 1]
     assert 5 <= kept.count(b"\n") < 60
