@@ -62,6 +62,9 @@ class ExtractResult:
     failures: list[str] = field(default_factory=list)
     """Workers that died, batches given up, and, where the disk is too small for what is left, by how much."""
 
+    weights_note: str | None = None
+    """Where there was nothing to do: why the weights were not compared with the store's, and what does it."""
+
     @property
     def exit_status(self) -> int:
         """0, or 1 if a worker died, even if the others did its work."""
@@ -71,11 +74,13 @@ class ExtractResult:
     def message(self) -> str:
         """The last line for the user."""
         if self.outcome == "nothing to do":
-            return f"nothing to do: all {self.num_samples:,} samples are stored"
-        if self.outcome == "dry run":
-            return "dry run: nothing was stored"
-        text = f"stored {self.num_stored:,} of {self.num_samples:,}"
-        return text if self.num_stored == self.num_samples else f"{text}; run again to go on"
+            text = f"nothing to do: all {self.num_samples:,} samples are stored"
+        elif self.outcome == "dry run":
+            text = "dry run: nothing was stored"
+        else:
+            text = f"stored {self.num_stored:,} of {self.num_samples:,}"
+            text += "" if self.num_stored == self.num_samples else "; run again to go on"
+        return text if self.weights_note is None else f"{text}; {self.weights_note}"
 
 
 def extract(config: ExtractConfig, report: Report | None = None) -> ExtractResult:
@@ -95,9 +100,9 @@ def extract(config: ExtractConfig, report: Report | None = None) -> ExtractResul
     if config.dry_run:
         if place is not None and place.rank != 0:
             report = _nothing
-        prepared = prepare(config, report)
+        prepared = prepare(config, report, place is None or place.rank == 0)
         _say_mask_token(prepared, report)
-        return ExtractResult(outcome="dry run", forecast=prepared.forecast, num_samples=len(prepared.table))
+        return replace(_nothing_done(prepared), outcome="dry run", num_stored=0)
     if place is not None:
         return _extract_under_torchrun(config, devices, place, report)
     with store_lock(config.store):
@@ -146,7 +151,7 @@ def _extract_under_torchrun(
 
 
 def _extract_share(config: ExtractConfig, devices: list[Device], ranks: Ranks, report: Report) -> ExtractResult:
-    whole = ranks.prepare_in_turn(lambda: prepare(config, report if ranks.first else _nothing))
+    whole = ranks.prepare_in_turn(lambda: prepare(config, report if ranks.first else _nothing, ranks.first))
     share = ranks.share(whole)
     result = _nothing_done(whole)
     if ranks.first:
@@ -224,6 +229,7 @@ def _nothing_done(prepared: Prepared) -> ExtractResult:
         forecast=prepared.forecast,
         num_samples=len(prepared.table),
         num_stored=len(prepared.table) - len(prepared.pending),
+        weights_note=prepared.weights_note,
     )
 
 
