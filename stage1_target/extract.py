@@ -186,7 +186,7 @@ def _extract_share(config: ExtractConfig, devices: list[Device], ranks: Ranks, r
     with stop_signals() as stop:
         ranks.stop = stop
         elsewhere = None if ranks.first else (lambda: ranks.store_is_there(config.store))
-        run = _run_workers(share, devices, report_share, stop, f"rank-{ranks.place.rank}", elsewhere)
+        run = _run_workers(share, devices, report_share, stop, f"rank-{ranks.place.rank}", elsewhere, ranks.reserve)
         own = RankEnd(num_new_samples=run.num_new_samples, num_new_tokens=run.num_new_tokens, failures=run.failures)
         if newest is not None and run.failures:  # nothing runs here any more, but elsewhere
             newest = replace(newest, tokens_per_second=0.0, hours_left=0.0, num_workers=0)
@@ -240,6 +240,7 @@ def _run_workers(
     stop: threading.Event,
     name: str = "worker",
     created_elsewhere: Callable[[], bool] | None = None,
+    reserve: Callable[[int], int] | None = None,
 ) -> Supervisor:
     """Start a worker a device, and follow them until their work is done or nobody is left."""
     config = prepared.config
@@ -257,7 +258,7 @@ def _run_workers(
         logs,
         name,
     ) as group:
-        run = Supervisor(prepared, group, report, stop, created_elsewhere)
+        run = Supervisor(prepared, group, report, stop, created_elsewhere, reserve)
         with saying_what_lacks(
             lambda: _lacking_room(prepared, stored_indices(prepared.table, open_if_there(config.store)))
         ):

@@ -25,7 +25,7 @@ from dflash_train.stage1_target.generation import generation_mismatches, setting
 from dflash_train.stage1_target.identity import known_without_weights, refuse_differences, tokenizer_files
 from dflash_train.stage1_target.projection import read_fc
 from dflash_train.stage1_target.quantization import check_quantization
-from dflash_train.stage1_target.room import PlanKeeper
+from dflash_train.stage1_target.room import PlanKeeper, StoredSizes, StoreSize, check_limit
 from dflash_train.stage1_target.samples import SampleTable, prepare_samples
 from dflash_train.stage1_target.schedule import Batch, padding_share, plan_batches
 from dflash_train.stage1_target.slow_paths import SlowPath, refused, slow_paths_of_files
@@ -42,10 +42,11 @@ from dflash_train.stage1_target.tokenization import hash_chat_template
 from dflash_train.stage1_target.weight_files import NotComparable, files_fingerprint
 from dflash_train.store.consumed import read_consumed
 from dflash_train.store.encoding import AUTO_RANK
-from dflash_train.store.location import StoreLocation
+from dflash_train.store.location import StoreLocation, beside
 from dflash_train.store.manifest import format_id
 from dflash_train.store.mask_token import default_mask_token, mask_token_wanted
 from dflash_train.store.reader import StoreReader, open_manifest
+from dflash_train.store.reference import one_in
 from dflash_train.store.upload import store_exists
 from dflash_train.units import format_count, format_duration
 
@@ -66,6 +67,7 @@ class Prepared:
     store_exists: bool
     forecast: Forecast
     plan: PlanKeeper
+    sizes: StoredSizes
     slow_paths: tuple[SlowPath, ...] = ()
     """Of the target, as far as config and tokenizer tell; said already."""
     mask_token_note: str | None = None
@@ -143,6 +145,9 @@ def prepare(config: ExtractConfig, report: Report, compare_weights: bool = True)
     batches = plan_batches(table.lengths, pending, config.batch_tokens, config.seed)
     dtype = config.target.resolve_dtype(torch.device(parse_devices(config.devices)[0].torch_device))
     files = {} if reader is not None else tokenizer_files(tokenizer)
+    limit, size = config.max_store_bytes, StoreSize(beside(config.store))
+    if limit is not None and len(pending):
+        size.measure()
     forecast = make_forecast(
         table,
         pending,
@@ -153,11 +158,22 @@ def prepare(config: ExtractConfig, report: Report, compare_weights: bool = True)
         tokenizer_bytes=sum(map(len, files.values())),
         store=config.store,
         store_exists=reader is not None,
+        stored_bytes=size.num_bytes,
+        limit_bytes=limit,
     )
     report(forecast)
     for line in forecast.lines():
         logger.info("%s", line)
-    forecast.refuse_if_too_large(config.max_store_bytes)
+    forecast.refuse_if_too_large(limit)
+    sizes = StoredSizes(
+        encoding=encoding,
+        lengths=table.lengths,
+        ids=table.ids,
+        reference_one_in=one_in(int(table.lengths.sum()), encoding),
+        segment_bytes=config.segment_bytes,
+    )
+    if limit is not None:
+        check_limit(limit, size, forecast.frozen_bytes, sizes, batches)
     old_entries = [*reader.quarantined(), *read_consumed(config.store).quarantined] if reader is not None else []
     known_entries = set(map(_entry_key, old_entries))
     data_name = f"{data.source} ({data.split})"
@@ -173,6 +189,7 @@ def prepare(config: ExtractConfig, report: Report, compare_weights: bool = True)
         reader is not None,
         forecast,
         plan,
+        sizes,
         slow_paths,
         mask_token_note=_mask_token_note(tokenizer, int(text.vocab_size)),
         weights_note=weights_note,
