@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import click
@@ -35,6 +36,10 @@ def logs(folder: Path, follow: bool, lines: int, workers: bool) -> None:
     files = worker_logs(state) if workers or own is None or not own.is_file() else [own]
     if own is not None and not own.is_file() and not workers:
         click.echo(f"Its own log {own} is not there any more; these are its processes'.", err=True)
+    if not files and state.verdict()[0] != "running" and (files := earlier_logs(state)):
+        click.echo(
+            f"The newest run has started no process; these are of the newest that has, {files[-1].parent}.", err=True
+        )
     if not files:
         raise InputError(f"The run has left no log in {state.worker_logs}; its lines went to the terminal it runs in.")
     ends: dict[Path, int] = {}
@@ -61,12 +66,32 @@ def _follow(state: Path, ends: dict[Path, int]) -> None:
 
 def worker_logs(state: RunState) -> list[Path]:
     """The logs that the processes of this run, not of an earlier one, have written."""
+    return [path for path in _all_logs(state) if path.stat().st_mtime >= state.started_at]
+
+
+def earlier_logs(state: RunState) -> list[Path]:
+    """The logs of the newest run here whose processes have written some.
+
+    Ranks under torchrun may have a folder each, begun some seconds apart: a log that was written to since the last of them
+    was begun is of the same run, for one store has one run at a time.
+    """
+    found = _all_logs(state)
+    if not found:
+        return []
+    newest = found[-1].parent
+    try:
+        begun = datetime.strptime(newest.name, "%Y%m%d-%H%M%S").replace(tzinfo=UTC).timestamp()
+    except ValueError:  # a folder without a time in its name
+        begun = 0.0
+    return [path for path in found if path.parent == newest or (begun and path.stat().st_mtime >= begun)]
+
+
+def _all_logs(state: RunState) -> list[Path]:
+    """The logs of processes of all runs, in the order of their folders, whose names are times."""
     if state.worker_logs is None:
         return []
     found = Path(state.worker_logs).rglob("*.log")
-    return sorted(
-        path for path in found if not path.name.startswith("console-") and path.stat().st_mtime >= state.started_at
-    )
+    return sorted(path for path in found if not path.name.startswith("console-"))
 
 
 def _print_last(file: Path, count: int) -> int:

@@ -54,6 +54,9 @@ class KeyValueStore(Protocol):
     def set(self, key: str, value: str) -> None:
         """Set a key."""
 
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, 0 at first, at once for all; the sum."""
+
 
 def torchrun_store(place: TorchrunPlace, name: str) -> KeyValueStore:
     """The key-value store that torchrun keeps for its processes, with keys of our own under `name`."""

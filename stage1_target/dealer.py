@@ -48,6 +48,10 @@ class Dealer:
         running = [index for deals in self._running.values() for deal in deals for index in deal.indices]
         return running + [index for samples in self._uncommitted.values() for index in samples]
 
+    def open_workers(self) -> set[int]:
+        """Workers that have such samples."""
+        return {worker for part in (self._running, self._uncommitted) for worker, deals in part.items() if deals}
+
     def deal(self, worker: int) -> Deal | None:
         """The next batch for a worker; None if it has enough or nothing is left."""
         running = self._running.setdefault(worker, [])

@@ -65,6 +65,9 @@ class ExtractResult:
     failures: list[str] = field(default_factory=list)
     """Workers that died, batches given up, and, where the disk is too small for what is left, by how much."""
 
+    weights_note: str | None = None
+    """Where there was nothing to do: why the weights were not compared with the store's, and what does it."""
+
     @property
     def exit_status(self) -> int:
         """0, or 1 if a worker died, even if the others did its work."""
@@ -74,13 +77,14 @@ class ExtractResult:
     def message(self) -> str:
         """The last line for the user."""
         if self.outcome == "nothing to do":
-            return f"nothing to do: all {self.num_samples:,} samples are stored"
-        if self.outcome == "dry run":
-            return "dry run: nothing was stored"
-        text = f"stored {self.num_stored - self.num_quarantined:,} of {self.num_samples:,}"
-        if self.num_quarantined:
-            text += f", {self.num_quarantined:,} are in quarantine"
-        return text if self.num_stored == self.num_samples else f"{text}; run again to go on"
+            text = f"nothing to do: all {self.num_samples:,} samples are stored"
+        elif self.outcome == "dry run":
+            text = "dry run: nothing was stored"
+        else:
+            text = f"stored {self.num_stored - self.num_quarantined:,} of {self.num_samples:,}"
+            text += f", {self.num_quarantined:,} are in quarantine" if self.num_quarantined else ""
+            text += "" if self.num_stored == self.num_samples else "; run again to go on"
+        return text if self.weights_note is None else f"{text}; {self.weights_note}"
 
 
 def extract(config: ExtractConfig, report: Report | None = None) -> ExtractResult:
@@ -100,9 +104,9 @@ def extract(config: ExtractConfig, report: Report | None = None) -> ExtractResul
     if config.dry_run:
         if place is not None and place.rank != 0:
             report = _nothing
-        prepared = prepare(config, report)
+        prepared = prepare(config, report, place is None or place.rank == 0)
         _say_mask_token(prepared, report)
-        return ExtractResult(outcome="dry run", forecast=prepared.forecast, num_samples=len(prepared.table))
+        return replace(_nothing_done(prepared), outcome="dry run", num_stored=0)
     if place is not None:
         return _extract_under_torchrun(config, devices, place, report)
     with store_lock(config.store):
@@ -151,7 +155,7 @@ def _extract_under_torchrun(
 
 
 def _extract_share(config: ExtractConfig, devices: list[Device], ranks: Ranks, report: Report) -> ExtractResult:
-    whole = ranks.prepare_in_turn(lambda: prepare(config, report if ranks.first else _nothing))
+    whole = ranks.prepare_in_turn(lambda: prepare(config, report if ranks.first else _nothing, ranks.first))
     share = ranks.share(whole)
     result = _nothing_done(whole)
     if ranks.first:
@@ -186,7 +190,7 @@ def _extract_share(config: ExtractConfig, devices: list[Device], ranks: Ranks, r
     with stop_signals() as stop:
         ranks.stop = stop
         elsewhere = None if ranks.first else (lambda: ranks.store_is_there(config.store))
-        run = _run_workers(share, devices, report_share, stop, f"rank-{ranks.place.rank}", elsewhere)
+        run = _run_workers(share, devices, report_share, stop, f"rank-{ranks.place.rank}", elsewhere, ranks.reserve)
         own = RankEnd(num_new_samples=run.num_new_samples, num_new_tokens=run.num_new_tokens, failures=run.failures)
         if newest is not None and run.failures:  # nothing runs here any more, but elsewhere
             newest = replace(newest, tokens_per_second=0.0, hours_left=0.0, num_workers=0)
@@ -229,6 +233,7 @@ def _nothing_done(prepared: Prepared) -> ExtractResult:
         forecast=prepared.forecast,
         num_samples=len(prepared.table),
         num_stored=len(prepared.table) - len(prepared.pending),
+        weights_note=prepared.weights_note,
     )
 
 
@@ -239,6 +244,7 @@ def _run_workers(
     stop: threading.Event,
     name: str = "worker",
     created_elsewhere: Callable[[], bool] | None = None,
+    reserve: Callable[[int], int] | None = None,
 ) -> Supervisor:
     """Start a worker a device, and follow them until their work is done or nobody is left."""
     config = prepared.config
@@ -256,7 +262,7 @@ def _run_workers(
         logs,
         name,
     ) as group:
-        run = Supervisor(prepared, group, report, stop, created_elsewhere)
+        run = Supervisor(prepared, group, report, stop, created_elsewhere, reserve)
         with saying_what_lacks(
             lambda: _lacking_room(prepared, stored_indices(prepared.table, open_if_there(config.store)))
         ):

@@ -11,7 +11,7 @@ from dflash_train.stage1_target.encoding_choice import check_encoding, resolve_e
 from dflash_train.stage1_target.samples import DataConfig
 from dflash_train.stage1_target.target_config import TargetConfig
 from dflash_train.store.encoding import AUTO_RANK, Encoding, is_projected
-from dflash_train.store.location import StoreLocation, located
+from dflash_train.store.location import StoreLocation, StoreUrl, located
 from dflash_train.store.manifest import Manifest
 from dflash_train.units import parse_size
 
@@ -98,6 +98,8 @@ class ExtractConfig:
             raise InputError(f"--seed is {self.seed}, but must be at least 0 and below 2**63.")
         stores = remote_stores_folder(self.cache_folder)
         object.__setattr__(self, "store", located(self.store, stores))
+        if self.max_store_size is not None and isinstance(self.store, StoreUrl):
+            raise InputError(f"--max-store-size is for local folders, and {self.store} is a URL. Leave it out.")
         if self.calibration_from is not None:
             object.__setattr__(self, "calibration_from", located(self.calibration_from, stores))
         folders = {name: getattr(self, name) for name in ("log_folder", "sample_cache")}

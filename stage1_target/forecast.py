@@ -60,6 +60,10 @@ class Forecast:
     free_bytes: int | None
     """None where the store is at a URL."""
     store: StoreLocation
+    stored_bytes: int = 0
+    """What the store holds already, where there is a limit."""
+    limit_bytes: int | None = None
+    """--max-store-size."""
 
     def lines(self) -> list[str]:
         """The forecast as text, one fact a line."""
@@ -83,12 +87,23 @@ class Forecast:
             f"bytes per token: {encodings} (projected: rank {self.rank:,}); this store: {self.encoding}",
             f"{pending}; padding {self.padding_share:.1%}",
         ]
+        if self.limit_bytes is not None and self.num_pending:
+            lines.append(self._describe_limit(self.limit_bytes))
         if self.quarantine_reasons:
             reasons = ", ".join(f"{count:,} × {reason}" for reason, count in self.quarantine_reasons.items())
             lines.insert(1, f"quarantined: {reasons}")
         if self.counts_all_tokens:
             lines.insert(1, "plain text: the loss counts every token")
         return lines
+
+    def _describe_limit(self, limit: int) -> str:
+        whole = self.stored_bytes + self.needed_bytes
+        if whole <= limit:
+            return f"--max-store-size is {format_bytes(limit)}: the whole store fits, about {format_bytes(whole)}"
+        return (
+            f"--max-store-size is {format_bytes(limit)}, of about {format_bytes(whole)} that the whole store takes: it will "
+            "pause when it is full, until a trainer with --follow --consume, or you, remove segments"
+        )
 
     @property
     def store_bytes_per_token(self) -> int:
@@ -167,6 +182,8 @@ def make_forecast(
     tokenizer_bytes: int,
     store: StoreLocation,
     store_exists: bool,
+    stored_bytes: int = 0,
+    limit_bytes: int | None = None,
 ) -> Forecast:
     """Forecast the store of `pending` samples of a table, for a target described by its text config.
 
@@ -204,4 +221,6 @@ def make_forecast(
         frozen_bytes=frozen,
         free_bytes=None if isinstance(store, StoreUrl) else free_bytes(store),
         store=store,
+        stored_bytes=stored_bytes,
+        limit_bytes=limit_bytes,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,24 +46,37 @@ def weights_fingerprint(model: torch.nn.Module) -> str:
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())  # tied ones once
     persistent = model.state_dict()
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    return combine_tensors(
+        (tensors[name].dtype, tuple(tensors[name].shape), _sampled(tensors[name].detach())) for name in sorted(tensors)
+    )
+
+
+def combine_tensors(tensors: Iterable[tuple[torch.dtype, tuple[int, ...], torch.Tensor]]) -> str:
+    """The fingerprint of tensors in the order of their names: dtype and shape of each, and its values that count."""
     crc = 0
-    for name in sorted(tensors):
-        tensor = tensors[name].detach()
-        crc = google_crc32c.extend(crc, f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        if tensor.ndim > 1:
-            matrix = tensor.reshape(-1, tensor.shape[-1])
-            if tensor.element_size() == 1:  # torch cannot index float8 everywhere
-                matrix = matrix.view(torch.uint8)
-            rows = [_seeded_row(matrix.shape, position) for position in range(NUM_FINGERPRINT_ROWS)]
-            tensor = matrix[torch.tensor(rows, device=matrix.device)]
-        crc = google_crc32c.extend(crc, tensor.reshape(-1).contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    for dtype, shape, values in tensors:
+        crc = google_crc32c.extend(crc, f"{dtype}{shape}".encode())
+        crc = google_crc32c.extend(crc, values.reshape(-1).contiguous().cpu().view(torch.uint8).numpy().tobytes())
     return f"{crc:08x}"
 
 
-def _seeded_row(shape: torch.Size, position: int) -> int:
-    """A row of a matrix that depends on its shape and `position` alone, the same in every version of every library."""
-    digest = hashlib.blake2b(f"{tuple(shape)}:{position}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % shape[0]
+def fingerprint_rows(shape: tuple[int, int]) -> list[int]:
+    """The rows of a matrix that count: by its shape alone, the same in every version of every library."""
+    digests = [
+        hashlib.blake2b(f"{shape}:{position}".encode(), digest_size=8).digest()
+        for position in range(NUM_FINGERPRINT_ROWS)
+    ]
+    return [int.from_bytes(digest, "little") % shape[0] for digest in digests]
+
+
+def _sampled(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.ndim < 2:
+        return tensor
+    matrix = tensor.reshape(-1, tensor.shape[-1])
+    if tensor.element_size() == 1:  # torch cannot index float8 everywhere
+        matrix = matrix.view(torch.uint8)
+    rows = fingerprint_rows((matrix.shape[0], matrix.shape[1]))
+    return matrix[torch.tensor(rows, device=matrix.device)]
 
 
 def config_hash(model_config: Any) -> str:

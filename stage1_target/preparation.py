@@ -25,11 +25,12 @@ from dflash_train.stage1_target.generation import generation_mismatches, setting
 from dflash_train.stage1_target.identity import known_without_weights, refuse_differences, tokenizer_files
 from dflash_train.stage1_target.projection import read_fc
 from dflash_train.stage1_target.quantization import check_quantization
-from dflash_train.stage1_target.room import PlanKeeper
+from dflash_train.stage1_target.room import PlanKeeper, StoredSizes, StoreSize, check_limit
 from dflash_train.stage1_target.samples import SampleTable, prepare_samples
 from dflash_train.stage1_target.schedule import Batch, padding_share, plan_batches
 from dflash_train.stage1_target.slow_paths import SlowPath, refused, slow_paths_of_files
 from dflash_train.stage1_target.target_config import (
+    DTYPES,
     check_target_layer_ids,
     default_target_layer_ids,
     load_model_config,
@@ -38,12 +39,14 @@ from dflash_train.stage1_target.target_config import (
 )
 from dflash_train.stage1_target.target_files import TargetFiles
 from dflash_train.stage1_target.tokenization import hash_chat_template
+from dflash_train.stage1_target.weight_files import NotComparable, files_fingerprint
 from dflash_train.store.consumed import read_consumed
 from dflash_train.store.encoding import AUTO_RANK
-from dflash_train.store.location import StoreLocation
+from dflash_train.store.location import StoreLocation, beside
 from dflash_train.store.manifest import format_id
 from dflash_train.store.mask_token import default_mask_token, mask_token_wanted
 from dflash_train.store.reader import StoreReader, open_manifest
+from dflash_train.store.reference import one_in
 from dflash_train.store.upload import store_exists
 from dflash_train.units import format_count, format_duration
 
@@ -64,14 +67,20 @@ class Prepared:
     store_exists: bool
     forecast: Forecast
     plan: PlanKeeper
+    sizes: StoredSizes
     slow_paths: tuple[SlowPath, ...] = ()
     """Of the target, as far as config and tokenizer tell; said already."""
     mask_token_note: str | None = None
     """What train-drafter will want for this target, where it finds no row for the open slots by itself."""
+    weights_note: str | None = None
+    """Why the weights were not compared, and what does it, where nothing is left to store; None where they were."""
 
 
-def prepare(config: ExtractConfig, report: Report) -> Prepared:
-    """Tokenise, compare with an existing store as far as that goes without weights, and forecast."""
+def prepare(config: ExtractConfig, report: Report, compare_weights: bool = True) -> Prepared:
+    """Tokenise, compare with an existing store as far as that goes without loading the target, and forecast.
+
+    Weights are compared here, and with compare_weights, only where nothing is left to store: workers compare what they load.
+    """
     model_config = load_model_config(config.target)
     check_quantization(config.target, model_config)
     if config.gpus_per_target > 1 and importlib.util.find_spec("accelerate") is None:
@@ -126,13 +135,9 @@ def prepare(config: ExtractConfig, report: Report) -> Prepared:
         seconds = format_duration(time.monotonic() - began)
         report(Note(f"tokenised {format_count(tokenised[0], 'row')} in {seconds}; kept in {cache} for the next start"))
     pending = np.flatnonzero(~stored_indices(table, reader))
-    if reader is not None and not len(pending) and reader.manifest.target_name != config.target.name:
-        report(
-            Note(
-                f"the store was made with {reader.manifest.target_name}; the weights of {config.target.name} are not "
-                "compared where nothing is left to store (inspect-store --verify recompute does)"
-            )
-        )
+    weights_note = None
+    if compare_weights and reader is not None and not len(pending):
+        weights_note = _compare_weights(config, model_config, reader)
     if reader is not None and len(pending):
         mixed = _arguments_warning(reader, data.chat_template_arguments)
         if mixed is not None:
@@ -140,6 +145,9 @@ def prepare(config: ExtractConfig, report: Report) -> Prepared:
     batches = plan_batches(table.lengths, pending, config.batch_tokens, config.seed)
     dtype = config.target.resolve_dtype(torch.device(parse_devices(config.devices)[0].torch_device))
     files = {} if reader is not None else tokenizer_files(tokenizer)
+    limit, size = config.max_store_bytes, StoreSize(beside(config.store))
+    if limit is not None and len(pending):
+        size.measure()
     forecast = make_forecast(
         table,
         pending,
@@ -150,19 +158,58 @@ def prepare(config: ExtractConfig, report: Report) -> Prepared:
         tokenizer_bytes=sum(map(len, files.values())),
         store=config.store,
         store_exists=reader is not None,
+        stored_bytes=size.num_bytes,
+        limit_bytes=limit,
     )
     report(forecast)
     for line in forecast.lines():
         logger.info("%s", line)
-    forecast.refuse_if_too_large(config.max_store_bytes)
+    forecast.refuse_if_too_large(limit)
+    sizes = StoredSizes(
+        encoding=encoding,
+        lengths=table.lengths,
+        ids=table.ids,
+        reference_one_in=one_in(int(table.lengths.sum()), encoding),
+        segment_bytes=config.segment_bytes,
+    )
+    if limit is not None:
+        check_limit(limit, size, forecast.frozen_bytes, sizes, batches)
     old_entries = [*reader.quarantined(), *read_consumed(config.store).quarantined] if reader is not None else []
     known_entries = set(map(_entry_key, old_entries))
     data_name = f"{data.source} ({data.split})"
     entries = [{**entry, "data": data_name} for entry in table.quarantined]
     new_entries = [entry for entry in entries if _entry_key(entry) not in known_entries]
     plan = PlanKeeper(config.store, reader, table.lengths[pending])
-    note = _mask_token_note(tokenizer, int(text.vocab_size))
-    return Prepared(config, table, pending, batches, new_entries, reader is not None, forecast, plan, slow_paths, note)
+    return Prepared(
+        config,
+        table,
+        pending,
+        batches,
+        new_entries,
+        reader is not None,
+        forecast,
+        plan,
+        sizes,
+        slow_paths,
+        mask_token_note=_mask_token_note(tokenizer, int(text.vocab_size)),
+        weights_note=weights_note,
+    )
+
+
+def _compare_weights(config: ExtractConfig, model_config: Any, reader: StoreReader) -> str | None:
+    """Raise StoreError for other weights than the store's; what to say where the files do not tell."""
+    manifest = reader.manifest
+    try:
+        if (dtype := DTYPES.get(manifest.target_dtype)) is None:
+            raise NotComparable(f"the store's target was loaded as {manifest.target_dtype}")
+        found = files_fingerprint(config.target, model_config, dtype)
+    except NotComparable as error:
+        return (
+            f"the weights were not compared ({error}), which `dflash inspect-store {config.store} --verify recompute "
+            f"--target {config.target.name}` does"
+        )
+    refuse_differences(config.store, manifest.differences(replace(manifest, weights_fingerprint=found)))
+    return None
 
 
 def _mask_token_note(tokenizer: Any, vocab_size: int) -> str | None:

@@ -53,6 +53,7 @@ class Ranks:
         """Set once rank 0 fails or is told to stop, as by `dflash stop`; a signal to torchrun reaches every rank itself."""
         self._store = store
         self._published = 0.0
+        self._reserved = 0
         self._beats: dict[int, tuple[str | None, float]] = {}
 
     @property
@@ -138,6 +139,13 @@ class Ranks:
         if now - self._published >= PUBLISH_SECONDS or last:
             self._published = now
             self._set(f"progress/{self.place.rank}", json.dumps(asdict(progress)))
+
+    def reserve(self, num_bytes: int) -> int:
+        """Say how many bytes are being written here; how many all ranks write, of ranks that died what they said last."""
+        change, self._reserved = num_bytes - self._reserved, num_bytes
+        with contextlib.suppress(RuntimeError):
+            return self._store.add("reserved", change)
+        return num_bytes
 
     def merge(self, own: Progress | None, num_pending: int, num_pending_tokens: int) -> Progress | None:
         """The progress of all ranks as one, of so many samples and tokens; None before any rank has begun."""

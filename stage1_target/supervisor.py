@@ -19,6 +19,8 @@ from dflash_train.stage1_target.preparation import Prepared, open_if_there, stor
 from dflash_train.stage1_target.room import Room
 from dflash_train.stage1_target.slow_paths import SlowPath, refused
 from dflash_train.stage1_target.speed import RecentSpeed
+from dflash_train.stage1_target.writer import num_writers
+from dflash_train.store.manifest import canonical_json
 from dflash_train.store.upload import store_exists
 from dflash_train.units import format_count
 
@@ -33,8 +35,12 @@ class Supervisor:
         report: Report,
         stop: threading.Event,
         created_elsewhere: Callable[[], bool] | None = None,
+        reserve: Callable[[int], int] | None = None,
     ) -> None:
-        """`created_elsewhere` says whether the store is there that another rank makes; None where a worker makes it."""
+        """`created_elsewhere` says whether the store is there that another rank makes; None where a worker makes it.
+
+        `reserve` tells other ranks how many bytes are being written here, and returns what all of them write.
+        """
         self.failures: list[str] = []
         self.num_new_samples = self.num_new_tokens = 0
         self._prepared = prepared
@@ -42,9 +48,7 @@ class Supervisor:
         self._report = report
         self._stop = stop
         self._dealer = Dealer(prepared.batches)
-        self._room = Room(
-            prepared.config.store, prepared.config.max_store_bytes, prepared.forecast.store_bytes_per_token, report
-        )
+        self._room = Room(prepared.config.store, prepared.config.max_store_bytes, report, reserve)
         self._batch_indices: dict[int, tuple[int, ...]] = {}
         self._ready: list[Process] = []
         self._speeds: dict[int, RecentSpeed] = {}
@@ -54,6 +58,7 @@ class Supervisor:
         self._created_elsewhere = created_elsewhere
         self._entries = prepared.new_entries
         self._entries_at: Process | None = None
+        self._entries_bytes = len(canonical_json(self._entries)) * 2  # indented in the file
         self._committing: set[int] = set()
         self._fatal: InputError | None = None
         self._ran: set[int] = set()
@@ -74,6 +79,7 @@ class Supervisor:
             process.send(messages.Finish())
         while self._group.running:
             self._handle(self._group.wait(1.0))
+        self._room.close()
         if self._ran:
             self._report(self._progress())
         if self._num_quarantined:
@@ -137,9 +143,16 @@ class Supervisor:
         """Whether the next batch for a worker fits under --max-store-size."""
         if self._prepared.config.max_store_size is None or (deal := self._dealer.peek(process.index)) is None:
             return True
-        lengths = self._prepared.table.lengths
-        open_tokens = lengths[self._dealer.open_samples()].sum() if self._ran or self._batch_indices else 0
-        return self._room.fits(int(lengths[list(deal.indices)].sum()), int(open_tokens))
+        sizes, writing = self._prepared.sizes, self._dealer.open_workers()
+        open_bytes = sizes.with_segments(sizes.samples(self._dealer.open_samples()), self._num_segments(writing))
+        open_bytes += self._entries_bytes if self._entries else 0
+        batch_segments = 0 if process.index in writing else self._num_segments({process.index})
+        return self._room.fits(sizes.with_segments(sizes.samples(deal.indices), batch_segments), open_bytes)
+
+    def _num_segments(self, workers: set[int]) -> int:
+        """How many segments workers may have open: one a writer thread."""
+        devices = [process.device.torch_device for process in self._group.processes if process.index in workers]
+        return sum(num_writers(device) for device in devices)
 
     def _handle(self, events: list[tuple[Process, Any]]) -> None:
         for process, message in events:

@@ -35,7 +35,7 @@ from dflash_train.stage1_target.schedule import plan_batches
 from dflash_train.stage1_target.self_check import self_check
 from dflash_train.stage1_target.slow_paths import slow_paths_of_model
 from dflash_train.stage1_target.target import Target, load_target
-from dflash_train.stage1_target.writer import GPU_THREADS, StoreWriter
+from dflash_train.stage1_target.writer import StoreWriter, num_writers
 from dflash_train.store.calibration import Calibration
 from dflash_train.store.creation import create_store
 from dflash_train.store.encoding import Encoding
@@ -95,7 +95,7 @@ def _work(
     attributes = {**attributes, "store": reader.manifest.origin}
     overlap = Overlap()
     forwarder = Forwarder(target, encoding, reader.calibration, table, config.batch_tokens, overlap)
-    num_threads = GPU_THREADS if target.device.type == "cuda" else 1
+    num_threads = num_writers(target.device.type)
     reference = ReferenceWriter(config.store, encoding, attributes, int(table.lengths.sum()))
     writer = StoreWriter(config, encoding, table, attributes, send, num_threads, overlap, reference)
     send(messages.Ready())

@@ -39,6 +39,12 @@ GPU_THREADS = 2
 DRIFT = 1.5
 """How far above the first segment's error a segment's may be before the log warns; it moves by some percent otherwise."""
 
+
+def num_writers(torch_device: str) -> int:
+    """Writer threads of a worker on this device."""
+    return 1 if torch_device == "cpu" else GPU_THREADS
+
+
 Item = EncodedBatch | Unfit | messages.Quarantine
 
 

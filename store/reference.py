@@ -40,6 +40,12 @@ def expected_bytes(num_tokens: int, encoding: Encoding) -> int:
     return 0 if encoding == reference else min(LIMIT_BYTES, num_tokens * reference.bytes_per_token // ONE_IN)
 
 
+def one_in(num_tokens: int, encoding: Encoding) -> int:
+    """Of data of so many tokens, one sample in how many is kept: those whose id this divides; 0 where none are."""
+    reference = reference_encoding(encoding)
+    return 0 if encoding == reference else max(ONE_IN, num_tokens * reference.bytes_per_token // LIMIT_BYTES + 1)
+
+
 class ReferenceWriter:
     """Keeps reference samples of the segments that one worker writes; they become visible with `commit`.
 
@@ -63,14 +69,13 @@ class ReferenceWriter:
         self._attributes = attributes
         self._files = files
         self._segments: dict[str, SegmentWriter] = {}
-        expected = num_tokens * self._encoding.bytes_per_token // LIMIT_BYTES + 1
-        self._one_in = max(ONE_IN, expected)
-        wanted = encoding != self._encoding and not isinstance(store, StoreUrl)
+        self._one_in = one_in(num_tokens, encoding)
+        wanted = self._one_in and not isinstance(store, StoreUrl)
         self._room = LIMIT_BYTES - sum(map(_num_bytes, list_references(store))) if wanted else 0
 
     def keeps(self, sample_id: int) -> bool:
         """Whether this sample is one of them."""
-        return sample_id % self._one_in == 0 and self._room > 0
+        return self._room > 0 and sample_id % self._one_in == 0
 
     def append(
         self,

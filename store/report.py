@@ -6,6 +6,7 @@ a report on 30 TB takes seconds and less than a gigabyte.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
 DRAW_SAMPLES = 64
 DRAW_TOKENS = 32  # of each drawn sample
 OUTLIER_FACTOR = 20
+OWN_NUMBERS = re.compile(
+    r"(?<=, at token )\d+ of \d+$|^\d+(?= tokens do not fit)|(?<=^token id )\d+|(?<= has no row )\d+"
+    r"|(?<= states of )\d+ tokens but \d+(?= token ids$)|(?<= shape \[)[\d, ]+(?=\])"
+)
+"""What of a reason of quarantine is of one sample alone: its length, a position, an id; a layer is not."""
 PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
 
 
@@ -54,7 +60,7 @@ def store_report(path: StoreLocation, seed: int = 0) -> dict[str, Any]:
         "length_percentiles": {f"p{p}": int(value) for p, value in zip(PERCENTILES, percentiles, strict=False)},
         "bytes_per_token": reader.encoding.bytes_per_token,
         "size_bytes": reader.num_bytes + reference_bytes,
-        "quarantined": dict(Counter(str(entry.get("reason")) for entry in reader.quarantined()).most_common()),
+        "quarantined": count_reasons(str(entry.get("reason")) for entry in reader.quarantined()),
         "sources": list(sources.values()),
         "reference": {
             "samples": sum(segment.num_samples for segment in references),
@@ -66,6 +72,11 @@ def store_report(path: StoreLocation, seed: int = 0) -> dict[str, Any]:
             for layer, share in zip(features, kept or repeat(None, len(features)), strict=True)
         ],
     }
+
+
+def count_reasons(reasons: Iterable[str]) -> dict[str, int]:
+    """How many samples are in quarantine for each kind of reason, the commonest first: «…» for what only one sample has."""
+    return dict(Counter(OWN_NUMBERS.sub("…", reason) for reason in reasons).most_common())
 
 
 def reference_energy(reader: StoreReader, samples: Iterable[Sample]) -> list[float] | None:

@@ -27,6 +27,7 @@ from dflash_train.store.creation import (
     LM_HEAD,
     TARGET_FILES,
     calibration_shapes,
+    is_locked,
     manifest_encoding,
     stale_entries,
 )
@@ -62,6 +63,8 @@ class VerifyReport:
     problems: list[Problem] = field(default_factory=list)
     leftovers: list[str] = field(default_factory=list)
     """Half-written entries of dead runs: harmless, removed by the next extract."""
+    in_progress: list[str] = field(default_factory=list)
+    """Half-written entries of a run that holds the store's lock now: not looked into."""
     num_segments: int = 0
     num_samples: int = 0
     num_bytes: int = 0
@@ -84,7 +87,7 @@ def verify_store(path: StoreLocation, progress: Callable[[int, int], None] | Non
     encoding = None if verifier.encoding is None else reference_encoding(verifier.encoding)
     for folder in list_references(path):
         verifier.verify_segment(folder, f"{REFERENCE}/{folder.name}", encoding)
-    if progress is not None:  # the bytes in all were an estimate: of files that no checksum lists, too
+    if progress is not None:  # the bytes in all were those of files that no checksum lists, too
         progress(verifier.report.num_bytes, verifier.report.num_bytes)
     return verifier.report
 
@@ -96,7 +99,11 @@ def _verify_remote(location: StoreUrl, progress: Callable[[int, int], None] | No
                 open_manifest(folder)
             except StoreError as error:
                 raise StoreError(str(error).replace(str(folder), str(location))) from error
-        verifier = _Verifier(folder, progress, sum(sizes.values()))
+        orphans = tuple(f"{SEGMENTS}/{name}/" for name in orphans_of(sizes))
+        total_bytes = sum(
+            size for name, size in sizes.items() if not name.startswith(orphans) and not name.endswith(CHECKSUMS_NAME)
+        )
+        verifier = _Verifier(folder, progress, total_bytes)
         verifier.verify_root()
         reference = None if verifier.encoding is None else reference_encoding(verifier.encoding)
         parts = [(f"{SEGMENTS}/{name}", name, verifier.encoding) for name in verifier.segment_ids]
@@ -123,6 +130,7 @@ def format_verification(report: VerifyReport) -> str:
     for problem in report.problems:
         where = {"segment": problem.segment, "sample": problem.sample, "file": problem.file}
         lines.append(f"  {', '.join(f'{name} {value}' for name, value in where.items() if value)}: {problem.text}")
+    lines += [f"  being written by a run in progress, not verified: {name}" for name in report.in_progress]
     lines += [f"  left over by a dead run, removed by the next extract: {name}" for name in report.leftovers]
     return "\n".join(lines)
 
@@ -132,13 +140,20 @@ class _Verifier:
 
     def __init__(self, path: Path, progress: Callable[[int, int], None] | None, total_bytes: int | None = None) -> None:
         self.path = path
-        self.report = VerifyReport(leftovers=[str(entry) for entry in stale_entries(path)])
+        self.report = VerifyReport()
+        if entries := stale_entries(path):
+            if is_locked(path):
+                self.report.in_progress = list(map(str, entries))
+            else:  # a run that has just ended has taken its own along
+                self.report.leftovers = [str(entry) for entry in entries if entry.exists()]
         self.manifest: Manifest | None = None
         self.encoding: Encoding | None = None
         self.segment_ids: list[str] = []
         self._progress = progress
         if total_bytes is None:
-            total_bytes = sum(file.stat().st_size for file in walk(path)) if progress else 0
+            total_bytes = (
+                sum(_size_of(file) for file in self._files_to_read() if file.name != CHECKSUMS_NAME) if progress else 0
+            )
         self._total_bytes = total_bytes
 
     def problem(self, segment: str | None, sample: str | None, file: str | None, error: object) -> None:
@@ -171,6 +186,14 @@ class _Verifier:
             self._advance((self.path / file).stat().st_size)
         except StoreError as error:
             self.problem(None, None, file, error)
+
+    def _files_to_read(self) -> Iterator[Path]:
+        """Neither what is being written nor what is on its way out."""
+        yield from self._root_files()
+        yield from (self.path / CONSUMED / f"{segment}.json" for segment in consumed_segments(self.path))
+        for parent in (self.path / SEGMENTS, self.path / REFERENCE):
+            if parent.is_dir():
+                yield from (file for entry in parent.iterdir() for file in walk(entry))
 
     def _root_files(self) -> Iterator[Path]:
         """Files of the root that must be listed; unknown entries beside them are none of our business."""
@@ -298,6 +321,14 @@ def _root_errors(
                 json.loads((path / entry).read_bytes())
             except ValueError as error:
                 yield entry, f"{path / entry} is no JSON: {error}."
+
+
+def _size_of(file: Path) -> int:
+    """Bytes; 0 for a file that is missing, which is found when it is read."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
 
 
 def walk(folder: Path) -> Iterator[Path]:

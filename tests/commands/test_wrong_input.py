@@ -501,6 +501,18 @@ CASES: dict[str, list[Case]] = {
             "--max-store-size is 'much'; write a size like 2TB, 500GiB, or a number of bytes.",
         ),
         Case(
+            "a largest size that one batch fills",
+            f"{EXTRACT} --dry-run --max-store-size 50kB",
+            1,
+            "--max-store-size is 48.8 KiB, but at least … are needed: … for what stays (embedding, head, calibration, reference samples), … for one batch, and 5% that are free when a pause ends. Give more, or lower --batch-tokens.",
+        ),
+        Case(
+            "a largest size for a store in a bucket",
+            f"{EXTRACT} --store s3://bucket/new.zarr --max-store-size 2TB",
+            1,
+            "--max-store-size is for local folders, and s3://bucket/new.zarr is a URL. Leave it out.",
+        ),
+        Case(
             "a damaged record of consumed samples",
             AGAIN,
             1,

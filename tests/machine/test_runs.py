@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,26 @@ def test_a_run_that_fails_tells_its_reason(tmp_path: Path) -> None:
     status = dflash("status", tmp_path)
     assert (status.exit_code, status.output.split()[0]) == (1, "failed")
     assert "error      the store is damaged" in status.output
+
+
+def test_workers_logs_are_found_after_a_run_that_had_nothing_to_do(tmp_path: Path) -> None:
+    """The newest that has left some, of all its ranks; not where a run is only about to start its processes."""
+    logs = tmp_path / "s.zarr.logs"
+    old, newest = (f"{datetime.fromtimestamp(time.time() - age, UTC):%Y%m%d-%H%M%S}" for age in (7200, 3600))
+    beside = f"{datetime.fromtimestamp(time.time() - 3602, UTC):%Y%m%d-%H%M%S}"
+    for name, folder, age in (("worker-0", old, 7000), ("rank-0-0", newest, 3000), ("rank-1-0", beside, 3000)):
+        (logs / folder).mkdir(parents=True)
+        file = logs / folder / f"{name}.log"
+        file.write_text(f"of {name}\n")
+        os.utime(file, (time.time() - age,) * 2)
+    recorder = Recorder(logs, "extract")
+    recorder.begin()
+    assert dflash("logs", tmp_path / "s.zarr", "--workers").exit_code == 1
+    recorder.end("finished", "nothing to do: all 20 samples are stored")
+    result = dflash("logs", tmp_path / "s.zarr", "--workers")
+    assert result.exit_code == 0 and "of worker-0" not in result.output
+    assert "of rank-0-0" in result.output and "of rank-1-0" in result.output
+    assert f"The newest run has started no process; these are of the newest that has, {logs / newest}." in result.output
 
 
 def test_logs_follow_until_the_end(tmp_path: Path) -> None:

@@ -22,7 +22,9 @@ import torch
 import zarr
 
 from dflash_train.errors import InputError
+from dflash_train.machine.devices import Device
 from dflash_train.machine.launch import ProcessGroup, start_processes
+from dflash_train.machine.torchrun import TorchrunPlace
 from dflash_train.stage1_target import extract as extract_module
 from dflash_train.stage1_target import messages, preparation, worker, writer
 from dflash_train.stage1_target.extract import Event, ExtractConfig, Note, Progress, extract
@@ -35,6 +37,7 @@ from dflash_train.stage1_target.samples import DataConfig, SampleTable
 from dflash_train.stage1_target.supervisor import Supervisor
 from dflash_train.stage1_target.target import Target, load_target
 from dflash_train.stage1_target.target_config import TargetConfig, load_model_config, load_tokenizer
+from dflash_train.stage1_target.weight_files import files_fingerprint
 from dflash_train.stage1_target.writer import StoreWriter
 from dflash_train.store.encoding import Encoding, make_encoding
 from dflash_train.store.files import Files
@@ -184,14 +187,69 @@ def test_the_time_of_tokenising_is_told_where_the_cache_is_cold(
     assert re.fullmatch(rf"tokenised 123 rows in \d+ s; kept in {tmp_path / 'cold'} for the next start", told)
 
 
-def test_nothing_to_do_says_that_another_targets_weights_were_not_compared(
-    config: ExtractConfig, full_store: Path, tiny_target: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_nothing_to_do_refuses_another_targets_weights_without_loading_them(
+    dry_run: bool,
+    config: ExtractConfig,
+    full_store: Path,
+    tiny_target: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(extract_module, "start_processes", None)
-    notes: list[Any] = []
     other = replace(config.target, name=str(tiny_target("llama", seed=1)))
-    extract(replace(config, store=full_store, target=other), notes.append)
-    assert any("are not compared where nothing is left to store" in getattr(note, "text", "") for note in notes)
+    with pytest.raises(StoreError, match="weights_fingerprint: found '.*', wanted ") as caught:
+        extract(replace(config, store=full_store, target=other, dry_run=dry_run))
+    assert "target_config_hash" not in str(caught.value)
+
+
+def test_nothing_to_do_says_where_the_weights_were_not_compared(
+    config: ExtractConfig, full_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extract_module, "start_processes", None)
+    for path in Path(config.target.name).iterdir():
+        if path.suffix != ".safetensors":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    result = extract(replace(config, store=full_store, target=TargetConfig(name=str(tmp_path))))
+    assert (result.outcome, result.exit_status) == ("nothing to do", 0)
+    assert result.message == (
+        "nothing to do: all 120 samples are stored; the weights were not compared (it has no safetensors file on this "
+        f"machine), which `dflash inspect-store {full_store} --verify recompute --target {tmp_path}` does"
+    )
+
+
+def test_rank_0_alone_compares_the_weights_where_nothing_is_left(
+    config: ExtractConfig, full_store: Path, tiny_target: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, compared, ends = torch.distributed.HashStore(), [], {}  # type: ignore[attr-defined,var-annotated]
+    same, other = config.target, replace(config.target, name=str(tiny_target("llama", seed=1)))
+
+    def count(*arguments: Any) -> str:
+        compared.append(threading.current_thread().name)
+        return files_fingerprint(*arguments)
+
+    def run(rank: int, target: TargetConfig) -> None:
+        place = TorchrunPlace(rank, 2, rank, 2)
+        given = replace(config, store=full_store, target=target)
+        try:
+            ends[rank] = extract_module._extract_under_torchrun(
+                given, [Device("CPU worker 0", "cpu")], place, print
+            ).outcome
+        except InputError as error:
+            ends[rank] = str(error)
+
+    monkeypatch.setattr(preparation, "files_fingerprint", count)
+    monkeypatch.setattr(extract_module, "torchrun_store", lambda *_arguments: store)
+    for target in (same, other):
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        threads = [threading.Thread(target=run, args=(rank, target), name=f"rank {rank}") for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if target is same:
+            assert list(ends.values()) == ["nothing to do"] * 2
+    assert compared == ["rank 0"] * 2
+    assert "weights_fingerprint: found" in ends[0] and ends[1].startswith("Rank 0 has ended")
 
 
 def test_a_store_that_is_extended_with_other_template_arguments_is_warned_of_once(

@@ -227,7 +227,11 @@ def test_a_store_that_is_gone_leaves_the_ranks_alone() -> None:
         def set(self, key: str, value: str) -> None:
             raise torch.distributed.DistNetworkError("gone")  # type: ignore[attr-defined]
 
+        def add(self, key: str, amount: int) -> int:
+            raise torch.distributed.DistNetworkError("gone")  # type: ignore[attr-defined]
+
     ranks = Ranks(TorchrunPlace(1, 2, 1), Gone())
+    assert ranks.reserve(7) == 7
     ranks.end(RankEnd())
     ranks.publish(progress(1))
     assert ranks.merge(None, 1, 1) is None

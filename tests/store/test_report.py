@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 from dflash_train.errors import InputError
+from dflash_train.store.encoding import unsound_state
 from dflash_train.store.reader import StoreReader
-from dflash_train.store.report import find_sample, format_report, sample_report, store_report
+from dflash_train.store.report import count_reasons, find_sample, format_report, sample_report, store_report
 from dflash_train.store.segment import SegmentWriter
 
 
@@ -35,6 +36,46 @@ def test_report_counts_and_measures(maker: Any, tmp_path: Path) -> None:
             assert layer["energy_kept"] == 1
         else:
             assert 0 < layer["energy_kept"] < 1
+
+
+def test_reasons_of_quarantine_are_counted_by_kind_the_commonest_first(maker: Any, tmp_path: Path) -> None:
+    path = maker.create(tmp_path / "s.zarr")
+    writer = SegmentWriter(path, maker.encoding, {})
+    reasons = ["token id 70000 is beyond the target's vocabulary of 65536", "no supervised tokens"]
+    reasons += [unsound_state(layer, token, 400 + token) for layer, count in ((1, 2), (9, 3)) for token in range(count)]
+    reasons += [
+        f"{length} tokens do not fit into the device's memory, even alone" for length in (4096, 5000, 6000, 7000)
+    ]
+    for reason in reasons:
+        writer.quarantine({"id": None, "row": None, "reason": reason})
+    writer.commit()
+    report = store_report(path)
+    assert list(report["quarantined"].items()) == [
+        ("… tokens do not fit into the device's memory, even alone", 4),
+        ("hidden state of layer 9 is not finite, or beyond 1e+10, at token …", 3),
+        ("hidden state of layer 1 is not finite, or beyond 1e+10, at token …", 2),
+        ("token id … is beyond the target's vocabulary of 65536", 1),
+        ("no supervised tokens", 1),
+    ]
+    console = Console(width=400, record=True)
+    console.print(format_report(report))
+    assert (
+        "4 x … tokens do not fit into the device's memory, even alone, 3 x hidden state of layer 9"
+        in console.export_text()
+    )
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        ("it has states of 17 tokens but 18 token ids", "it has states of … token ids"),
+        ("the data set has no row 12, only 11", "the data set has no row …, only 11"),
+        ("its states have shape [17, 3], but tokens x 4 layers", "its states have shape […], but tokens x 4 layers"),
+        ("no supervised tokens in the first 2048", "no supervised tokens in the first 2048"),
+    ],
+)
+def test_what_is_of_one_file_alone_is_left_out(reason: str, kind: str) -> None:
+    assert count_reasons([reason]) == {kind: 1}
 
 
 def test_outliers_are_counted(bf16: Any, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from dflash_train.store.checksums import CHECKSUMS_NAME, format_checksums, read_checksums, sum_file
 from dflash_train.store.consumed import remove_segments
+from dflash_train.store.creation import store_lock
 from dflash_train.store.manifest import StoreError
 from dflash_train.store.opened import Segment, list_segments
 from dflash_train.store.reader import StoreReader
@@ -143,6 +144,31 @@ def test_leftovers_are_told_but_no_problem(maker: Any, tmp_path: Path) -> None:
     assert report.problems == []
     assert "left over by a dead run, removed by the next extract" in format_verification(report)
     assert report.leftovers == [str(path / ".staging" / "dead"), str(tmp_path / ".tmp-s.zarr-0123")]
+
+
+def test_what_a_run_writes_is_no_leftover_while_it_holds_the_lock(maker: Any, tmp_path: Path) -> None:
+    path = maker.store(tmp_path / "s.zarr", segments=1)
+    (path / ".staging" / "open").mkdir()
+    with store_lock(path):
+        report = verify_store(path)
+    assert (report.problems, report.leftovers, report.in_progress) == ([], [], [str(path / ".staging" / "open")])
+    assert f"being written by a run in progress, not verified: {path / '.staging' / 'open'}" in format_verification(
+        report
+    )
+    assert "dead" not in format_verification(report)
+    assert verify_store(path).in_progress == []
+
+
+def test_progress_counts_what_is_read_from_the_start(maker: Any, tmp_path: Path) -> None:
+    """Neither open segments, nor a plan, nor what a consumer is deleting."""
+    path = maker.store(tmp_path / "s.zarr", segments=2)
+    for name in (".staging/open", ".consumer/trash/gone"):
+        (path / name).mkdir(parents=True)
+        (path / name / "rows").write_bytes(bytes(10_000))
+    (path / "plan.json").write_text("{}")
+    told: list[tuple[int, int]] = []
+    report = verify_store(path, lambda *count: told.append(count))
+    assert {total for _done, total in told} == {report.num_bytes} and told[-1][0] == report.num_bytes
 
 
 def rewrite(folder: Any, name: str, change: Any) -> None:
