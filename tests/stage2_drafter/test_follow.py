@@ -1,8 +1,10 @@
 """Training while the store grows: rounds, waits, resumes from the ledger, and segments that are consumed."""
 
 import errno
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -389,6 +391,85 @@ def test_a_run_whose_steps_end_within_a_pass_is_complete_and_keeps_its_segments(
     lines: list[str] = []
     train_module.train(config, report=lines.append)
     assert "is complete" in lines[-1] and len(list_segments(growing.path)) == 8
+
+
+CLOSED = (
+    "its rounds over the store are done and closed, which more --steps or --epochs do not change: to train on, give "
+    "another --run and --init-from"
+)
+
+
+def train_here(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[train_module.TrainResult, list[str]]:
+    """`train` with the one rank in this process; what it returns, and its lines."""
+    lines: list[str] = []
+
+    def follow_here(config: TrainConfig, *_rest: Any) -> bool:
+        lines.extend(run_here(config))
+        return False
+
+    monkeypatch.setattr(train_module, "_follow", follow_here)
+    return train_module.train(config, report=lines.append), lines
+
+
+@pytest.mark.parametrize("consume", [None, 1])
+def test_more_steps_go_on_with_a_followed_store(
+    growing: GrowingStore, make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, consume: int | None
+) -> None:
+    """With --consume the ledger is closed at once: as many steps as its rows make, whatever --steps was then."""
+    growing.grow(8)
+    config = make_train_config(growing.path, follow=True, consume=consume, steps=2)
+    run_here(config)
+    assert [entry.last for entry in read_rounds(config.run)] == [consume is not None]
+    _result, lines = train_here(config, monkeypatch)
+    assert lines == ["the run is complete at step 2; give more --steps to go on"]
+    result, lines = train_here(replace(config, steps=4), monkeypatch)
+    assert (result.step, result.total_steps, result.stopped) == (4, 4, False)
+    assert any(line.startswith("step 3 of 4: ") for line in lines)
+
+
+def test_more_steps_than_rows_train_on_and_consume_the_rest_of_an_older_ledger_too(
+    growing: GrowingStore, make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growing.grow(8)
+    config = make_train_config(growing.path, follow=True, consume=1, steps=2, holdout=0.0)
+    run_here(config)
+    ledger = config.run / "ledger.jsonl"
+    entry = read_rounds(config.run)[0]
+    assert entry.total_steps == entry.rows // 2 > 4
+    of_before = json.loads(ledger.read_text()) | {"total_steps": 2}  # min(--steps, what the rows make)
+    ledger.write_text(json.dumps(of_before) + "\n")
+    result, _lines = train_here(replace(config, steps=4), monkeypatch)
+    assert result.step == 4 and len(list_segments(growing.path)) == 8
+    result, _lines = train_here(replace(config, steps=99), monkeypatch)
+    assert result.step == result.total_steps == entry.rows // 2
+    assert sum(line["tokens"] for line in read_metrics(config.run)) == sum(LENGTHS)
+    assert read_consumed(growing.path).ids == growing.ids
+    _result, lines = train_here(replace(config, steps=999), monkeypatch)
+    assert lines == [f"the run is complete at step {result.step}; {CLOSED} {config.run}"]
+
+
+def test_a_stop_names_the_steps_that_are_asked_for_now(
+    growing: GrowingStore, make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growing.grow(4)
+    config = make_train_config(growing.path, follow=True, steps=3)
+    run_here(config, stop_after=2)
+    monkeypatch.setattr(train_module, "_follow", lambda config, *_rest: bool(run_here(config, stop_after=1)))
+    lines: list[str] = []
+    result = train_module.train(replace(config, steps=5), report=lines.append)
+    assert result.stopped and lines[-1] == f"stopped at step {result.step} of 5; run again to go on"
+
+
+def test_more_epochs_do_not_reopen_the_rounds_of_a_store_that_is_done(
+    growing: GrowingStore, make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growing.grow(8)
+    config = make_train_config(growing.path, follow=True, steps=None, epochs=1)
+    run_here(config)
+    rounds = read_rounds(config.run)
+    result, lines = train_here(replace(config, epochs=2), monkeypatch)
+    assert lines == [f"the run is complete at step {result.step}; {CLOSED} {config.run}"]
+    assert read_rounds(config.run) == rounds and rounds[-1].last
 
 
 def test_a_run_that_failed_before_its_first_checkpoint_may_start_with_other_options(
