@@ -16,11 +16,13 @@ from dflash_train.errors import InputError
 from dflash_train.stage2_drafter.checkpoint import (
     TrainerState,
     best_checkpoint,
+    evaluation_score,
     export_tensors,
     list_checkpoints,
     load_masters,
     newest_checkpoint,
     prune_checkpoints,
+    record_evaluation,
     round_to_bfloat16,
     safetensors_bytes,
     save_checkpoint,
@@ -298,6 +300,40 @@ def test_no_crash_point_leaves_half_a_checkpoint(tmp_path: Path, drafter: Drafte
             break
     assert last > 50
     assert check_whole(run, drafter) == [2]
+
+
+@pytest.mark.parametrize("power_cut", [False, True])
+def test_no_crash_point_leaves_half_an_evaluation_that_came_later(
+    tmp_path: Path, drafter: Drafter, power_cut: bool
+) -> None:
+    last, found = 0, []
+    while True:
+        run = tmp_path / str(last)
+        save(run, drafter, 1, acceptance=1.5)
+        [checkpoint] = list_checkpoints(run)
+        files = CrashingFiles(last)
+        try:
+            record_evaluation(checkpoint, {"acceptance_length": 1.5, "real_acceptance_length": 2.5}, files)
+        except Crash:
+            if power_cut:
+                files.power_cut()
+            found.append(evaluation_score(checkpoint))
+            assert check_whole(run, drafter) == [1]
+            record_evaluation(checkpoint, {"real_acceptance_length": 3.5})
+            assert evaluation_score(checkpoint) == (True, 3.5)
+            last += 1
+        else:
+            break
+    assert last >= 5 and set(found) <= {(False, 1.5), (True, 2.5)} and evaluation_score(checkpoint) == (True, 2.5)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "7"])
+def test_damaged_evaluation_that_came_later_is_named(tmp_path: Path, drafter: Drafter, text: str) -> None:
+    save(tmp_path, drafter, 1)
+    [checkpoint] = list_checkpoints(tmp_path)
+    (checkpoint.path / "trainer" / "evaluation.json").write_text(text)
+    with pytest.raises(InputError, match="step-00000001 cannot be resumed from.*evaluation.json"):
+        checkpoint.state()
 
 
 def test_run_lock_refuses_a_second_trainer(tmp_path: Path) -> None:

@@ -690,8 +690,13 @@ def test_stop_at_an_evaluation_puts_it_off_and_one_at_the_last_step_does_not(
 ) -> None:
     config = make_train_config(make_store(), steps=3, holdout=0.5, evaluate_every=2)
     run_here(config, stop_after=2)
+    assert [line["step"] for line in read_metrics(config.run, "evaluation")] == [0]
+    stopped = newest_checkpoint(config.run)
+    assert stopped is not None and stopped.state().evaluation is None
     run_here(config, stop_after=1)
-    assert [line["step"] for line in read_metrics(config.run, "evaluation")] == [0, 2, 3]
+    evaluations = read_metrics(config.run, "evaluation")
+    assert [line["step"] for line in evaluations] == [0, 2, 3]
+    assert evaluations[1] == {"kind": "evaluation", "step": 2, **(stopped.state().evaluation or {})}
 
 
 def test_killed_before_its_first_checkpoint_a_run_logs_its_first_evaluation_once(
