@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -514,6 +515,27 @@ def test_dead_rank_ends_the_run_with_its_last_words(make_store: MakeStore, make_
 
     with pytest.raises(RankDied, match=r"Rank \d died, and the run with it"):
         train(config, report=kill_one)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_ranks_wait_for_hours_while_the_first_one_saves_or_decodes(
+    make_store: MakeStore, make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """NCCL's own 10 minutes would end the run; that a dead rank is noticed without them has a test above."""
+
+    class Met(Exception):
+        pass
+
+    def meet(backend: str, **options: Any) -> None:
+        assert backend == ("gloo" if device == "cpu" else "nccl")
+        assert options["timeout"] >= timedelta(hours=2)
+        raise Met
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", meet)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
+    with pytest.raises(Met):
+        run_rank(make_train_config(make_store()), 1, 2, device, "file:///nowhere", lambda line: None, lambda: False)
 
 
 def test_torchrun_gives_the_ranks(make_store: MakeStore, make_train_config: MakeConfig, tmp_path: Path) -> None:
