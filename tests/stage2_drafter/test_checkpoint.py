@@ -28,7 +28,15 @@ from dflash_train.stage2_drafter.checkpoint import (
     save_checkpoint,
 )
 from dflash_train.stage2_drafter.drafter import Drafter, DrafterConfig, load_drafter
-from dflash_train.stage2_drafter.run_folder import read_ledger, rewind_metrics, run_lock, start_ledger
+from dflash_train.stage2_drafter.run_folder import (
+    Round,
+    append_rounds,
+    read_ledger,
+    read_rounds,
+    rewind_metrics,
+    run_lock,
+    start_ledger,
+)
 from dflash_train.store.calibration import Calibration
 from dflash_train.store.encoding import is_projected, make_encoding
 from dflash_train.store.files import Files
@@ -360,6 +368,21 @@ def test_ledger_survives_a_torn_line(tmp_path: Path) -> None:
     with (tmp_path / "ledger.jsonl").open("a") as file:
         file.write('{"step": 9, "segm')
     assert read_ledger(tmp_path) == ["b", "a"]
+
+
+def test_rounds_are_durable_before_anything_of_theirs_is_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those behind the first ones too, which are written in place."""
+    first, second = (
+        Round(step=step, segments=("a",), rows=2, tokens=7, total_steps=9, held_out=(5,), last=False) for step in (0, 4)
+    )
+    append_rounds(tmp_path, [first])
+    synced: list[bytes] = []
+    monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(Path(f"/proc/self/fd/{descriptor}").read_bytes()))
+    append_rounds(tmp_path, [second])
+    assert synced == [(tmp_path / "ledger.jsonl").read_bytes()]
+    assert read_rounds(tmp_path) == [first, second]
 
 
 def test_rewinding_drops_later_steps_and_a_torn_line(tmp_path: Path) -> None:
