@@ -7,6 +7,8 @@
         trainer/state.json               step, options, segment ids, versions, last evaluation
         trainer/groups.npy               groups of the conversations trained on, so that none of them is evaluated on
         checksums.json                   size and crc32c of all of these, checked when one is read again
+        trainer/evaluation.json          only where a stop came before the evaluation of this step: what the next start
+                                         measured; written later than the rest, so checksums.json does not list it
 
 A checkpoint is written under a temporary name, fsynced and renamed: a folder `step-…` is whole or absent. Tensors are
 streamed one by one, so saving needs one tensor of extra memory, not a second copy of 16 bytes a parameter.
@@ -17,7 +19,7 @@ import json
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +40,12 @@ from dflash_train.store.checksums import (
     sum_file,
 )
 from dflash_train.store.encoding import Encoding
-from dflash_train.store.files import Files, write_directory
+from dflash_train.store.files import Files, replace_file, write_directory
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 GROUPS = "trainer/groups.npy"
+LATER_EVALUATION = "trainer/evaluation.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _TRASH = ".trash-"
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
@@ -67,7 +70,7 @@ class TrainerState:
     """What every random draw follows from: the seed, and the rule that rows and anchors follow."""
     versions: dict[str, str]
     evaluation: dict[str, Any] | None
-    """The held-out evaluation at this very step, None where there was none."""
+    """The held-out evaluation at this very step, with what was measured later; None where there was none."""
     rounds: int = 0
     """Under --follow, the position in the ledger: how many of its rounds hold at this step."""
 
@@ -91,11 +94,21 @@ class Checkpoint:
         name = "trainer/state.json"
         try:
             check_file(self.path, name)
-            return TrainerState.from_json(json.loads((self.path / name).read_text()))
+            state = TrainerState.from_json(json.loads((self.path / name).read_text()))
+            return replace(state, evaluation=self._later_evaluation() or state.evaluation)
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise InputError(
                 f"{self.path} cannot be resumed from: {str(error).rstrip('.')}. Delete this folder to go on from the one before it."
             ) from error
+
+    def _later_evaluation(self) -> dict[str, Any] | None:
+        path = self.path / LATER_EVALUATION
+        if not path.exists():
+            return None
+        try:
+            return dict(json.loads(path.read_text()))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} is no evaluation ({error}); remove it to go on without one") from error
 
     def masters(self) -> dict[str, Tensor]:
         return self._load("trainer/masters.safetensors")
@@ -150,6 +163,11 @@ def save_checkpoint(
     summed = {name: _summed(name, parts, sums) for name, parts in contents.items()}
     write_directory(final, {**summed, CHECKSUMS_NAME: _format_when_summed(sums)}, files)
     return Checkpoint(path=final, step=state.step)
+
+
+def record_evaluation(checkpoint: Checkpoint, evaluation: Mapping[str, Any], files: Files | None = None) -> None:
+    """Give a checkpoint the evaluation of its step that it was saved without, whole or not at all."""
+    replace_file(checkpoint.path / LATER_EVALUATION, _json_bytes(evaluation).decode(), files or Files())
 
 
 def _summed(name: str, parts: Iterable[bytes], sums: dict[str, Checksum]) -> Iterator[bytes]:

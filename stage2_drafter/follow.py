@@ -55,7 +55,7 @@ class Following:
         self.holdout = HoldoutRows(
             np.zeros(0, np.int64), np.zeros(0, np.int64), seed=config.seed, row_tokens=config.row_tokens, limit=0
         )
-        self.total_steps = config.steps or 0
+        self.total_steps = self.length(0)
         self.num_rounds = 0
         """Of the rounds, those that hold at the step under way: a checkpoint's position in the ledger."""
         self._held_out: list[int] = []
@@ -136,11 +136,22 @@ class Following:
         while self.num_rounds < len(self.rounds) and self.rounds[self.num_rounds].step <= step:
             entry = self.rounds[self.num_rounds]
             self.num_rounds += 1
-            steps = self.config.steps
-            self.total_steps = steps if steps is not None and not entry.last else entry.total_steps
+            self.total_steps = self.length(self.num_rounds)
             self._held_out += entry.held_out
             if entry.held_out:
                 self._find_held_out()
+
+    def length(self, num_rounds: int) -> int:
+        """Optimizer steps of the whole run, as known from the first num_rounds lines of the ledger.
+
+        Nothing follows the last one, so its length is counted from the rows: a run may have ended at fewer --steps, and
+        ledgers of before recorded the smaller number there.
+        """
+        steps, newest = self.config.steps, self.rounds[num_rounds - 1] if num_rounds else None
+        if newest is None or not newest.last:
+            return steps if steps is not None else 0 if newest is None else newest.total_steps
+        of_rows = -(-self.schedule.ends()[num_rounds - 1] // self.config.rows_per_step)
+        return of_rows if steps is None else min(steps, of_rows)
 
     def _find_held_out(self) -> None:
         samples, config = self.reader.samples, self.config

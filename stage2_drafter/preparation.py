@@ -151,7 +151,7 @@ def _prepare_following(
         drafter_config=drafter_config,
         schedule=following.schedule,
         holdout=following.holdout,
-        total_steps=rounds[-1].total_steps if rounds else config.steps or 0,
+        total_steps=following.length(len(rounds)),
         num_training=0,
         following=following,
     )

@@ -6,6 +6,7 @@ Rank 0 decides which segments the run trains on and which checkpoint it goes on 
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -37,6 +38,13 @@ from dflash_train.stage2_drafter.run_folder import (
 from dflash_train.store.consumed import consumer_lock
 
 RANK_FUNCTION = f"{__name__}.train_rank"
+COLLECTIVE_TIMEOUT = timedelta(hours=6)
+"""How long ranks wait for one another in a collective, in place of NCCL's 10 minutes and gloo's 30: the first rank saves (15
+GB for Qwen3-8B's drafter, 25 minutes to a network disk of 10 MB/s), or loads a target and decodes with it, while the others
+stand in the next all-reduce. It need not tell of a rank that died: the parent notices the end of its process
+(train.py, `_check_end`), and under torchrun the agent of its machine does; both end the ranks beside it. On other machines
+its connections break. Only a machine that falls silent with its connections open is waited for this long.
+"""
 
 
 def train_rank(
@@ -104,7 +112,9 @@ def run_rank(
             stack.enter_context(run_lock(config.run))
         if world > 1:
             backend = "nccl" if device.type == "cuda" else "gloo"
-            torch.distributed.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world)
+            torch.distributed.init_process_group(
+                backend, init_method=rendezvous, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT
+            )
         agreed: dict[str, Any] = {}
         run: PreparedRun | None = None
         if rank == 0:

@@ -168,14 +168,12 @@ class RoundPlanner:
         return float(sum((limit - counts[name]) * tokens[name] for name in left))
 
     def _total_steps(self, num_rows: int, num_tokens: int, left_tokens: float, last: bool) -> int:
-        """Length of the run: as given, or from the rows planned and those to come; exact once nothing is to come."""
+        """Length of the run: as given, or from the rows planned and those to come; once nothing is to come, from its rows
+        alone, for a later start may be given more --steps."""
         config = self._following.config
         fill = num_tokens / (num_rows * config.row_tokens) if num_rows >= 50 else EXPECTED_FILL
         rows = num_rows + left_tokens / (config.row_tokens * max(fill, 0.01))
-        steps = math.ceil(rows / config.rows_per_step)
-        if config.steps is not None:
-            return min(config.steps, steps) if last else config.steps
-        return steps
+        return math.ceil(rows / config.rows_per_step) if config.steps is None or last else config.steps
 
     def _closing(self, step: int) -> Round:
         """A line without segments: nothing follows."""

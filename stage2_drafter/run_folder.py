@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_train.errors import InputError
-from dflash_train.store.files import Files, take_lock
+from dflash_train.store.files import Files, replace_file, take_lock
 from dflash_train.store.manifest import format_id
 from dflash_train.units import format_bytes
 
@@ -133,7 +133,7 @@ def append_rounds(run: Path, rounds: Sequence[Round], files: Files | None = None
     path = run / "ledger.jsonl"
     lines = "".join(json.dumps(entry.to_json()) + "\n" for entry in rounds)
     if not path.exists():
-        _replace(path, lines, files or Files())
+        replace_file(path, lines, files or Files())
         return
     with path.open("r+b") as file:
         before = file.read()
@@ -147,16 +147,7 @@ def append_rounds(run: Path, rounds: Sequence[Round], files: Files | None = None
 def start_ledger(run: Path, segments: Sequence[str], files: Files | None = None) -> None:
     """Write the ledger of a new run, durable before anything is trained on."""
     entry = {"step": 0, "segments": list(segments)}
-    _replace(run / "ledger.jsonl", json.dumps(entry) + "\n", files or Files())
-
-
-def _replace(path: Path, text: str, files: Files) -> None:
-    """Write a small file whole and durably, in place of an older one."""
-    temporary = path.with_name(f".tmp-{path.stem}")
-    files.remove_tree(temporary)
-    files.write_file(temporary, text.encode())
-    files.rename(temporary, path)
-    files.sync_directory(path.parent)
+    replace_file(run / "ledger.jsonl", json.dumps(entry) + "\n", files or Files())
 
 
 def rewind_metrics(run: Path, step: int, evaluated: bool) -> None:
@@ -174,7 +165,7 @@ def rewind_metrics(run: Path, step: int, evaluated: bool) -> None:
         for entry in entries
         if entry["step"] < step or (entry["step"] == step and (evaluated or entry["kind"] != "evaluation"))
     ]
-    _replace(path, "".join(f"{json.dumps(entry)}\n" for entry in kept), Files())
+    replace_file(path, "".join(f"{json.dumps(entry)}\n" for entry in kept), Files())
 
 
 def read_metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:

@@ -105,10 +105,7 @@ def train(
     where = ", ".join(device.label for device in devices)
     done = checkpoint is not None and checkpoint.step >= run.total_steps and _is_closed(run)
     if checkpoint is not None and done and not _removals_left(run, checkpoint.step):
-        more = (
-            "give more --steps or --epochs to go on" if run.following is None else "all rounds over the store are done"
-        )
-        report(f"the run is complete at step {checkpoint.step}; {more}")
+        report(f"the run is complete at step {checkpoint.step}; {_how_to_go_on(run, checkpoint.step)}")
         return _result(config, run.total_steps, stopped=False)
     if config.consume is not None:
         with consumer_lock(config.store_folder):  # only to refuse early: the first rank holds it while it trains
@@ -148,6 +145,19 @@ def _await_store(store: Path, report: Report) -> bool:
 def _is_closed(run: PreparedRun) -> bool:
     """Whether no more rows come to a run than those its total is made of."""
     return run.following is None or run.config.steps is not None or run.following.schedule.closed
+
+
+def _how_to_go_on(run: PreparedRun, step: int) -> str:
+    """What makes a run train on whose steps are done."""
+    if run.following is None:
+        return "give more --steps or --epochs to go on"
+    schedule = run.following.schedule
+    if not schedule.closed or schedule.num_planned > step * run.config.rows_per_step:
+        return "give more --steps to go on"
+    return (
+        "its rounds over the store are done and closed, which more --steps or --epochs do not change: to train on, give "
+        f"another --run and --init-from {run.config.run}"
+    )
 
 
 def _removals_left(run: PreparedRun, step: int) -> bool:

@@ -27,6 +27,7 @@ from dflash_train.stage2_drafter.checkpoint import (
     load_masters,
     prune_checkpoints,
     read_groups,
+    record_evaluation,
     save_checkpoint,
 )
 from dflash_train.stage2_drafter.events import Progress, StepDone
@@ -48,7 +49,7 @@ from dflash_train.stage2_drafter.round_planner import RoundPlanner
 from dflash_train.stage2_drafter.row_forward import RowForward
 from dflash_train.stage2_drafter.row_loader import Row, RowBuffer, RowBuilder, RowLoader
 from dflash_train.stage2_drafter.rows import GrowingSchedule, RowKey
-from dflash_train.stage2_drafter.run_folder import Round, append_rounds
+from dflash_train.stage2_drafter.run_folder import Round, append_rounds, rewind_metrics
 from dflash_train.stage2_drafter.versions import package_versions
 from dflash_train.units import format_count
 
@@ -107,6 +108,7 @@ class Trainer:
         self._planner = None if run.following is None or rank.rank else RoundPlanner(run.following, self.report)
         self.step = 0
         self._saved_step = -1
+        self._restored: Checkpoint | None = None
         self.evaluation: dict[str, Any] | None = None
         self._newest_evaluation: tuple[int, dict[str, Any]] | None = None
         self._groups = np.empty(0, dtype=np.int64)  # trained on before this process began
@@ -124,7 +126,7 @@ class Trainer:
         load_masters(self.named, checkpoint.masters(), checkpoint.path)
         load_optimizer_tensors(self.optimizer, self.named, checkpoint.optimizer())
         self.step, self.evaluation = checkpoint.step, checkpoint.state().evaluation
-        self._saved_step = self.step
+        self._saved_step, self._restored = self.step, checkpoint
         if (groups := read_groups(checkpoint.path)) is not None:
             self._groups = groups
 
@@ -183,12 +185,14 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             loader = stack.enter_context(RowLoader(self.builder, self._keys(), buffers))
             stack.callback(self.run.schedule.abandon)
-            log = None
+            log, lacks_evaluation = None, any_step and self._lacks_evaluation()
             if self.rank.rank == 0:
+                if lacks_evaluation:
+                    rewind_metrics(config.run, self.step, evaluated=False)
                 log = stack.enter_context(contextlib.closing(MetricsLog(config.run, self.step)))
             rows = iter(loader)
-            if any_step and self.evaluation is None and self._evaluation_due():  # a stop may have come between
-                self._evaluate_and_log(log)
+            if lacks_evaluation:
+                stopped = self._make_up(log)
             while not stopped:
                 began = time.perf_counter()
                 stopped = self._extend_rows()
@@ -210,7 +214,7 @@ class Trainer:
                     )
                 self.evaluation = None
                 if self._evaluation_due() and (self.step == self.total_steps or not stopped):
-                    self._evaluate_and_log(log)
+                    stopped = self._evaluate_and_log(log) or stopped
                 if stopped or self._saving_due():
                     self.save()
                     self._consume()
@@ -344,19 +348,46 @@ class Trainer:
                 loader.release(row.buffer)
         return {**sums.reduced(self.rank.world).quality(), "rows": len(self.run.holdout.rows)}
 
-    def _evaluate_and_log(self, log: MetricsLog | None) -> None:
+    def _lacks_evaluation(self) -> bool:
+        """Whether a stop came before all that belongs to the step under way was measured; the same on every rank."""
+        if self.evaluation is None:
+            return self._evaluation_due()
+        return self.config.evaluate_target is not None and "real_acceptance_length" not in self.evaluation
+
+    def _make_up(self, log: MetricsLog | None) -> bool:
+        """Before the first step: measure what is lacking, for the checkpoint gone on from too, or it would never be the
+        best one. Returns whether a stop came again."""
+        before = self.evaluation
+        stopped = self._evaluate_and_log(log) if before is None else self._measure_and_log(log)
+        if (
+            self.rank.rank == 0
+            and self._restored is not None
+            and self.evaluation is not None
+            and self.evaluation != before
+        ):
+            record_evaluation(self._restored, self.evaluation)
+        return stopped
+
+    def _evaluate_and_log(self, log: MetricsLog | None) -> bool:
+        """All ranks; returns whether a stop cut the real measurement short: the run then ends here, to make up for it."""
         self.evaluation = self.evaluate()
+        return self._measure_and_log(log)
+
+    def _measure_and_log(self, log: MetricsLog | None) -> bool:
+        cut_short = False
         if self.measurement is not None:
             real = self._measure(self.measurement, (self.evaluation or {}).get("acceptance_length"))
             self.evaluation = {**(self.evaluation or {}), **real} or None
+            cut_short = not real and self.stop_requested()
         if self.evaluation is not None:
             self._newest_evaluation = self.step, self.evaluation
             if log is not None:
                 log.write("evaluation", self.step, self.evaluation)
             self.report(format_evaluation(self.step, self.evaluation))
+        return bool(broadcast_json({"stop": cut_short}, self.rank.device, self.rank.world)["stop"])
 
     def _measure(self, measurement: Measurement, estimate: float | None) -> dict[str, Any]:
-        """The real acceptance length of the drafter as a checkpoint would hold it; the other ranks wait at the next step."""
+        """The real acceptance length of the drafter as a checkpoint would hold it; the other ranks wait for its end."""
         reader = self.run.reader
         return measurement.measure(
             self.run,

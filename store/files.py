@@ -183,6 +183,15 @@ def take_lock(descriptor: int, path: Path) -> str | None:
     return None
 
 
+def replace_file(path: Path, text: str, files: Files) -> None:
+    """Write a small file whole and durably, in place of an older one or of none."""
+    temporary = path.with_name(f".tmp-{path.stem}")
+    files.remove_tree(temporary)
+    files.write_file(temporary, text.encode())
+    files.rename(temporary, path)
+    files.sync_directory(path.parent)
+
+
 def write_directory(
     final: Path, contents: Mapping[str, Data | Iterable[Data]], files: Files | None = None, empty: Iterable[str] = ()
 ) -> None:

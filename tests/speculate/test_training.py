@@ -93,10 +93,30 @@ def make_config(store: Path, tiny_target: Callable[..., Path], tmp_path: Path) -
     return make
 
 
-def run_here(config: TrainConfig, measurement: RealAcceptance | None = None) -> list[str]:
+def run_here(
+    config: TrainConfig,
+    measurement: RealAcceptance | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> list[str]:
     lines: list[str] = []
-    run_rank(config, 0, 1, "cpu", "", lines.append, lambda: False, measurement=measurement or RealAcceptance())
+    run_rank(config, 0, 1, "cpu", "", lines.append, stop_requested, measurement=measurement or RealAcceptance())
     return lines
+
+
+class Scripted(RealAcceptance):
+    """These real acceptance lengths, one a measurement; one that a stop comes into is none."""
+
+    def __init__(self, *lengths: float) -> None:
+        super().__init__()
+        self.lengths = list(lengths)
+        self.stops: list[Callable[[], bool]] = []
+
+    def measure(self, *arguments: Any) -> dict[str, Any]:
+        self.stops.append(arguments[5])
+        if arguments[5]():
+            return {}
+        values = {"real_prompts": 1, "real_rounds": 1, "real_seconds": 0.0}
+        return {"real_acceptance_length": self.lengths.pop(0), **values}
 
 
 def drafter_tensors(run: PreparedRun) -> dict[str, torch.Tensor]:
@@ -205,23 +225,56 @@ def test_nothing_is_compiled_under_the_stance_of_a_training(
 def test_best_is_chosen_by_the_real_number(
     make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lengths = iter([1.0, 3.0, 2.0, 1.5])
-
-    class Scripted(RealAcceptance):
-        def measure(self, *arguments: Any) -> dict[str, Any]:
-            return {
-                "real_acceptance_length": next(lengths),
-                "real_prompts": 1,
-                "real_rounds": 1,
-                "real_seconds": 0.0,
-            }
-
     config = make_config(steps=6, keep=1)
-    run_here(config, Scripted())
-    assert [checkpoint.step for checkpoint in list_checkpoints(config.run)] == [2, 6]
+    run_here(config, Scripted(1.0, 2.0, 3.0, 1.5))
+    assert [checkpoint.step for checkpoint in list_checkpoints(config.run)] == [4, 6]
+    estimates = {entry["step"]: entry["acceptance_length"] for entry in read_metrics(config.run, "evaluation")}
+    assert max(estimates, key=lambda step: estimates[step]) != 4, "the estimate would choose another"
     best = best_checkpoint(config.run)
     assert best is not None
-    assert best.step == 2
+    assert best.step == 4
+
+
+def test_a_stop_at_a_save_keeps_the_checkpoint_from_being_the_best_until_the_next_start_alone(
+    make_config: Callable[..., TrainConfig],
+) -> None:
+    config = make_config(steps=6, keep=1)
+    answers = iter([False, False, True])  # to the first measurement and to two steps
+    run_here(config, Scripted(1.0), lambda: next(answers))
+    [stopped] = list_checkpoints(config.run)
+    assert (stopped.step, stopped.state().evaluation) == (2, None)
+    run_here(config, Scripted(3.0, 2.0, 1.5))
+    assert [checkpoint.step for checkpoint in list_checkpoints(config.run)] == [2, 6]
+    best, evaluations = best_checkpoint(config.run), read_metrics(config.run, "evaluation")
+    assert best is not None and best.step == 2
+    assert [entry["step"] for entry in evaluations] == [0, 2, 4, 6]
+    assert evaluations[1] == {"kind": "evaluation", "step": 2, **(best.state().evaluation or {})}
+
+
+def test_a_stop_in_a_measurement_ends_the_run_there_and_the_next_start_measures_again(
+    make_config: Callable[..., TrainConfig],
+) -> None:
+    config = make_config(steps=6, keep=1)
+    measurement = Scripted(1.0)
+
+    def stop_requested() -> bool:
+        return len(measurement.stops) == 2
+
+    run_here(config, measurement, stop_requested)
+    assert measurement.stops == [stop_requested] * 2
+    [stopped] = list_checkpoints(config.run)
+    estimate = stopped.state().evaluation or {}
+    assert stopped.step == 2 and "acceptance_length" in estimate and "real_acceptance_length" not in estimate
+    run_here(config, Scripted(), lambda: True)  # and again: nothing new is known
+    assert list_checkpoints(config.run) == [stopped] and stopped.state().evaluation == estimate
+    run_here(config, Scripted(3.0, 2.0, 1.5))
+    best, evaluations = best_checkpoint(config.run), read_metrics(config.run, "evaluation")
+    assert best == stopped and (stopped.state().evaluation or {})["real_acceptance_length"] == 3.0
+    assert [(entry["step"], entry["real_acceptance_length"]) for entry in evaluations[1:]] == [
+        (2, 3.0),
+        (4, 2.0),
+        (6, 1.5),
+    ]
 
 
 def test_without_held_out_rows_the_real_number_stands_alone(make_config: Callable[..., TrainConfig]) -> None:

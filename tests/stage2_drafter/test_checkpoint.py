@@ -16,17 +16,27 @@ from dflash_train.errors import InputError
 from dflash_train.stage2_drafter.checkpoint import (
     TrainerState,
     best_checkpoint,
+    evaluation_score,
     export_tensors,
     list_checkpoints,
     load_masters,
     newest_checkpoint,
     prune_checkpoints,
+    record_evaluation,
     round_to_bfloat16,
     safetensors_bytes,
     save_checkpoint,
 )
 from dflash_train.stage2_drafter.drafter import Drafter, DrafterConfig, load_drafter
-from dflash_train.stage2_drafter.run_folder import read_ledger, rewind_metrics, run_lock, start_ledger
+from dflash_train.stage2_drafter.run_folder import (
+    Round,
+    append_rounds,
+    read_ledger,
+    read_rounds,
+    rewind_metrics,
+    run_lock,
+    start_ledger,
+)
 from dflash_train.store.calibration import Calibration
 from dflash_train.store.encoding import is_projected, make_encoding
 from dflash_train.store.files import Files
@@ -300,6 +310,40 @@ def test_no_crash_point_leaves_half_a_checkpoint(tmp_path: Path, drafter: Drafte
     assert check_whole(run, drafter) == [2]
 
 
+@pytest.mark.parametrize("power_cut", [False, True])
+def test_no_crash_point_leaves_half_an_evaluation_that_came_later(
+    tmp_path: Path, drafter: Drafter, power_cut: bool
+) -> None:
+    last, found = 0, []
+    while True:
+        run = tmp_path / str(last)
+        save(run, drafter, 1, acceptance=1.5)
+        [checkpoint] = list_checkpoints(run)
+        files = CrashingFiles(last)
+        try:
+            record_evaluation(checkpoint, {"acceptance_length": 1.5, "real_acceptance_length": 2.5}, files)
+        except Crash:
+            if power_cut:
+                files.power_cut()
+            found.append(evaluation_score(checkpoint))
+            assert check_whole(run, drafter) == [1]
+            record_evaluation(checkpoint, {"real_acceptance_length": 3.5})
+            assert evaluation_score(checkpoint) == (True, 3.5)
+            last += 1
+        else:
+            break
+    assert last >= 5 and set(found) <= {(False, 1.5), (True, 2.5)} and evaluation_score(checkpoint) == (True, 2.5)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "7"])
+def test_damaged_evaluation_that_came_later_is_named(tmp_path: Path, drafter: Drafter, text: str) -> None:
+    save(tmp_path, drafter, 1)
+    [checkpoint] = list_checkpoints(tmp_path)
+    (checkpoint.path / "trainer" / "evaluation.json").write_text(text)
+    with pytest.raises(InputError, match="step-00000001 cannot be resumed from.*evaluation.json"):
+        checkpoint.state()
+
+
 def test_run_lock_refuses_a_second_trainer(tmp_path: Path) -> None:
     with run_lock(tmp_path), pytest.raises(InputError, match=r"in use by process \d+"), run_lock(tmp_path):
         pass
@@ -324,6 +368,21 @@ def test_ledger_survives_a_torn_line(tmp_path: Path) -> None:
     with (tmp_path / "ledger.jsonl").open("a") as file:
         file.write('{"step": 9, "segm')
     assert read_ledger(tmp_path) == ["b", "a"]
+
+
+def test_rounds_are_durable_before_anything_of_theirs_is_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those behind the first ones too, which are written in place."""
+    first, second = (
+        Round(step=step, segments=("a",), rows=2, tokens=7, total_steps=9, held_out=(5,), last=False) for step in (0, 4)
+    )
+    append_rounds(tmp_path, [first])
+    synced: list[bytes] = []
+    monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(Path(f"/proc/self/fd/{descriptor}").read_bytes()))
+    append_rounds(tmp_path, [second])
+    assert synced == [(tmp_path / "ledger.jsonl").read_bytes()]
+    assert read_rounds(tmp_path) == [first, second]
 
 
 def test_rewinding_drops_later_steps_and_a_torn_line(tmp_path: Path) -> None:

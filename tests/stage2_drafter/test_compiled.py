@@ -19,7 +19,7 @@ from dflash_train.errors import InputError
 from dflash_train.stage2_drafter import compiled as compiled_module
 from dflash_train.stage2_drafter.compiled import CompiledDrafter, compiled_graphs
 from dflash_train.stage2_drafter.drafter import Drafter
-from dflash_train.stage2_drafter.flex_door import forbid_dense_flex
+from dflash_train.stage2_drafter.flex_door import flex_attention_door, forbid_dense_flex
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -210,6 +210,8 @@ def test_the_first_step_needs_a_warm_up(make_compiled: Any, rows: Any) -> None:
         compiled(*rows[0].inputs())
 
 
+FORBIDDEN = r"Detected recompile when torch\.compile stance is 'fail_on_recompile'"
+
 # --- the compiled path -------------------------------------------------------------------------------------------
 
 
@@ -247,7 +249,7 @@ def test_one_graph_serves_all_layers_of_a_kind_and_new_anchors_make_none(
     torch.compile(lambda x: x + 3, backend="aot_eager")(torch.ones(2))
     assert compiled.closing_line(1) == f"{compiled.summary()}, 1 recompilation in 1 step"
     torch.compiler.set_stance("fail_on_recompile")
-    with pytest.raises(RuntimeError, match="ecompile"):
+    with pytest.raises(RuntimeError, match=FORBIDDEN):
         torch.compile(lambda x: x + 2, backend="aot_eager")(torch.ones(2))
 
 
@@ -271,7 +273,7 @@ def test_evaluation_before_training_is_refused_before_the_warm_up_and_compiles_n
         if evaluates:
             assert not evaluate().requires_grad
         else:
-            with pytest.raises(RuntimeError, match="ecompile"):
+            with pytest.raises(RuntimeError, match=FORBIDDEN):
                 evaluate()
     compiled(*rows[1].inputs()).sum().backward()
     assert compiled.recompilations() == 0
@@ -319,6 +321,27 @@ def test_compiled_layers_are_checkpointed_inside_their_graphs(make_compiled: Any
     for gradient, same in zip(gradients, same_gradients, strict=True):
         assert (gradient - same).norm() <= 2e-6 * gradient.norm() + 1e-6
     assert little < much / 2
+
+
+def test_training_shuts_the_second_lock_too(make_compiled: Any, flex_on_cpu: Any) -> None:
+    """Behind the door, which only tells whether something traces: test_flex_door.py has both locks alone."""
+    q, k = torch.randn(1, 2, 16, 16), torch.randn(1, 1, 32, 16)
+    mask = flex_module.create_block_mask(lambda b, h, i, j: i >= j, None, None, 16, 32, device="cpu")
+    flex_on_cpu(make_compiled())
+    with pytest.raises(RuntimeError, match="about to run dense, .* compiled with a backend that does not fuse it"):
+        torch.compile(flex_attention_door, backend="aot_eager", fullgraph=True)(q, k, k, mask)
+
+
+def test_a_graph_too_few_is_refused(
+    make_compiled: Any, rows: Any, flex_on_cpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an earlier drafter compiled is not counted, and may be of another precision."""
+    monkeypatch.setattr(compiled_module, "_with_own_code", lambda function: function)
+    warm_up(flex_on_cpu(make_compiled(num_hidden_layers=1), backend="aot_eager"), rows[0])
+    torch.compiler.set_stance("default")
+    second = flex_on_cpu(make_compiled(num_hidden_layers=1), backend="aot_eager")
+    with pytest.raises(RuntimeError, match="compiled 0 graphs where 2 were expected"):
+        warm_up(second, rows[0])
 
 
 def test_drafters_of_one_process_share_no_graph(make_compiled: Any, rows: Any, flex_on_cpu: Any) -> None:

@@ -1,8 +1,11 @@
 """Training while the store grows: rounds, waits, resumes from the ledger, and segments that are consumed."""
 
 import errno
+import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from dflash_train.stage2_drafter.checkpoint import newest_checkpoint, read_group
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.preparation import prepare_run
 from dflash_train.stage2_drafter.rank import run_rank
+from dflash_train.stage2_drafter.row_forward import RowForward
 from dflash_train.stage2_drafter.rows import GrowingSchedule, hash_place, in_fraction
 from dflash_train.stage2_drafter.run_folder import read_metrics, read_rounds, run_lock
 from dflash_train.store import consumed
@@ -25,7 +29,7 @@ from dflash_train.store.creation import is_locked, store_lock
 from dflash_train.store.files import Files
 from dflash_train.store.manifest import StoreError
 from dflash_train.store.opened import list_segments
-from dflash_train.store.plan import Plan, write_plan
+from dflash_train.store.plan import PLAN_NAME, SILENT_SECONDS, Plan, write_plan
 from dflash_train.store.reader import StoreReader
 from dflash_train.store.verify import verify_store
 
@@ -214,6 +218,91 @@ def test_the_end_of_an_extract_is_noticed_and_said(growing: GrowingStore, make_t
     ]
 
 
+def test_a_store_without_a_plan_is_done_after_30_seconds(growing: GrowingStore, make_train_config: MakeConfig) -> None:
+    """As one that was copied, or made by a version of before; a new one gets its plan at once."""
+    growing.grow(8)
+    (growing.path / PLAN_NAME).unlink()
+    config = make_train_config(growing.path, follow=True, steps=None, epochs=1)
+    following = follow.Following(config, StoreReader(growing.path), [], 0)
+    now = [100.0]
+    planner = round_planner.RoundPlanner(following, lambda line: None, clock=lambda: now[0])
+    first = planner.look(0, urgent=False)
+    assert [(len(entry.segments), entry.last) for entry in first] == [(8, False)]
+    following.extend(first)
+    now[0] += SILENT_SECONDS
+    assert planner.look(1, urgent=False) == []
+    now[0] += 1
+    closing = planner.look(1, urgent=False)
+    assert [(entry.segments, entry.last) for entry in closing] == [((), True)]
+    assert closing[0].total_steps == first[0].rows // config.rows_per_step
+
+
+def test_steps_that_need_several_passes_get_them_while_the_store_grows(
+    growing: GrowingStore, make_train_config: MakeConfig
+) -> None:
+    """18 steps of 2 rows over a plan of some 7.9 rows to train on: 5 passes, and no sixth before the extract has ended."""
+    growing.grow(2)
+    config = make_train_config(growing.path, follow=True, steps=18)
+    following = follow.Following(config, StoreReader(growing.path), [], 0)
+    planner = round_planner.RoundPlanner(following, lambda line: None)
+    while rounds := planner.look(0, urgent=False):
+        following.extend(rounds)
+    assert Counter(name for entry in following.rounds for name in entry.segments) == dict.fromkeys(
+        list_segments(growing.path), 5
+    )
+
+
+def test_the_log_says_how_long_a_step_waited_for_the_store(
+    growing: GrowingStore, grow_while_waiting: list[str], make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growing.grow(5)
+    grow = round_planner.RoundPlanner._say
+
+    def say_late(*given: Any) -> None:
+        time.sleep(0.6)
+        grow(*given)
+
+    monkeypatch.setattr(round_planner.RoundPlanner, "_say", say_late)
+    config = make_train_config(growing.path, follow=True, steps=None, epochs=1, save_every=99, evaluate_every=99)
+    lines = [line for line in run_here(config) if line.startswith("step")]
+    waits = [line["store_wait_seconds"] for line in read_metrics(config.run)]
+    assert any(wait >= 0.6 for wait in waits) and any(wait < 0.5 for wait in waits)
+    assert ["for the store to grow" in line for line in lines] == [wait >= 0.5 for wait in waits]
+
+
+def test_evaluation_is_compiled_at_the_warm_up_though_nothing_is_held_out_yet(
+    growing: GrowingStore, make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growing.grow(2)
+    evaluates: list[bool] = []
+    monkeypatch.setattr(RowForward, "warm_up", lambda self, row, evaluation: evaluates.append(evaluation))
+    for share in (1e-9, 0.0):
+        run_here(make_train_config(growing.path, run=f"run{share}", follow=True, steps=1, holdout=share))
+    assert evaluates == [True, False]
+
+
+def test_an_evaluation_that_a_stop_put_off_leaves_out_what_came_into_the_store_since(
+    growing: GrowingStore, make_train_config: MakeConfig
+) -> None:
+    options: dict[str, Any] = {"follow": True, "steps": 12, "save_every": 99, "evaluate_every": 1, "holdout": 0.5}
+    growing.grow(3)
+    parts = make_train_config(growing.path, run="parts", **options)
+    run_here(parts, stop_after=3)
+    stopped = newest_checkpoint(parts.run)
+    assert stopped is not None and stopped.step > 0 and stopped.state().evaluation is None
+    growing.grow(9)
+    run_here(parts)
+    assert any(entry.step == stopped.step and entry.held_out for entry in read_rounds(parts.run))
+    whole = make_train_config(growing.path, run="whole", **options)
+    whole.run.mkdir()
+    (whole.run / "ledger.jsonl").write_bytes((parts.run / "ledger.jsonl").read_bytes())
+    run_here(whole)
+    evaluations = read_metrics(parts.run, "evaluation")
+    assert evaluations == read_metrics(whole.run, "evaluation")
+    rows = {line["step"]: line["rows"] for line in evaluations}
+    assert rows[stopped.step] < rows[stopped.step + 1]
+
+
 @pytest.mark.parametrize("rows_per_step", [1, 2, 5, 7])
 def test_a_round_ends_with_a_step_so_that_a_full_store_can_be_consumed(
     growing: GrowingStore, make_train_config: MakeConfig, rows_per_step: int
@@ -356,6 +445,36 @@ def test_a_kill_around_a_removal_loses_and_doubles_nothing(
     assert finished is not None and finished.step == len(read_metrics(config.run)) == rounds[-1].total_steps
 
 
+def test_groups_trained_on_stay_listed_after_their_segments_are_gone_and_the_run_goes_on(
+    growing: GrowingStore, grow_while_waiting: list[str], make_train_config: MakeConfig
+) -> None:
+    config = make_train_config(
+        growing.path, follow=True, consume=1, steps=None, save_every=1, evaluate_every=99, holdout=0.0
+    )
+    listed: list[set[int]] = []
+    for stop_after in (14, None):
+        run_here(config, stop_after=stop_after)
+        newest = newest_checkpoint(config.run)
+        groups = None if newest is None else read_groups(newest.path)
+        assert groups is not None
+        listed.append(set(groups.tolist()))
+        assert read_consumed(growing.path).ids
+    assert set() < listed[0] < listed[1]
+
+
+def test_a_checkpoint_of_more_rounds_than_the_ledger_has_is_refused(
+    growing: GrowingStore, make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growing.grow(8)
+    config = make_train_config(growing.path, follow=True, steps=2)
+    run_here(config)
+    (config.run / "ledger.jsonl").unlink()
+    with pytest.raises(
+        InputError, match=r"the ledger has 0 rounds, the checkpoint 1 \(restore .*ledger\.jsonl from a copy"
+    ):
+        train_here(replace(config, steps=4), monkeypatch)
+
+
 def test_a_run_killed_after_its_last_checkpoint_still_removes_what_it_consumed(
     growing: GrowingStore, make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -391,6 +510,85 @@ def test_a_run_whose_steps_end_within_a_pass_is_complete_and_keeps_its_segments(
     assert "is complete" in lines[-1] and len(list_segments(growing.path)) == 8
 
 
+CLOSED = (
+    "its rounds over the store are done and closed, which more --steps or --epochs do not change: to train on, give "
+    "another --run and --init-from"
+)
+
+
+def train_here(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[train_module.TrainResult, list[str]]:
+    """`train` with the one rank in this process; what it returns, and its lines."""
+    lines: list[str] = []
+
+    def follow_here(config: TrainConfig, *_rest: Any) -> bool:
+        lines.extend(run_here(config))
+        return False
+
+    monkeypatch.setattr(train_module, "_follow", follow_here)
+    return train_module.train(config, report=lines.append), lines
+
+
+@pytest.mark.parametrize("consume", [None, 1])
+def test_more_steps_go_on_with_a_followed_store(
+    growing: GrowingStore, make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, consume: int | None
+) -> None:
+    """With --consume the ledger is closed at once: as many steps as its rows make, whatever --steps was then."""
+    growing.grow(8)
+    config = make_train_config(growing.path, follow=True, consume=consume, steps=2)
+    run_here(config)
+    assert [entry.last for entry in read_rounds(config.run)] == [consume is not None]
+    _result, lines = train_here(config, monkeypatch)
+    assert lines == ["the run is complete at step 2; give more --steps to go on"]
+    result, lines = train_here(replace(config, steps=4), monkeypatch)
+    assert (result.step, result.total_steps, result.stopped) == (4, 4, False)
+    assert any(line.startswith("step 3 of 4: ") for line in lines)
+
+
+def test_more_steps_than_rows_train_on_and_consume_the_rest_of_an_older_ledger_too(
+    growing: GrowingStore, make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growing.grow(8)
+    config = make_train_config(growing.path, follow=True, consume=1, steps=2, holdout=0.0)
+    run_here(config)
+    ledger = config.run / "ledger.jsonl"
+    entry = read_rounds(config.run)[0]
+    assert entry.total_steps == entry.rows // 2 > 4
+    of_before = json.loads(ledger.read_text()) | {"total_steps": 2}  # min(--steps, what the rows make)
+    ledger.write_text(json.dumps(of_before) + "\n")
+    result, _lines = train_here(replace(config, steps=4), monkeypatch)
+    assert result.step == 4 and len(list_segments(growing.path)) == 8
+    result, _lines = train_here(replace(config, steps=99), monkeypatch)
+    assert result.step == result.total_steps == entry.rows // 2
+    assert sum(line["tokens"] for line in read_metrics(config.run)) == sum(LENGTHS)
+    assert read_consumed(growing.path).ids == growing.ids
+    _result, lines = train_here(replace(config, steps=999), monkeypatch)
+    assert lines == [f"the run is complete at step {result.step}; {CLOSED} {config.run}"]
+
+
+def test_a_stop_names_the_steps_that_are_asked_for_now(
+    growing: GrowingStore, make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growing.grow(4)
+    config = make_train_config(growing.path, follow=True, steps=3)
+    run_here(config, stop_after=2)
+    monkeypatch.setattr(train_module, "_follow", lambda config, *_rest: bool(run_here(config, stop_after=1)))
+    lines: list[str] = []
+    result = train_module.train(replace(config, steps=5), report=lines.append)
+    assert result.stopped and lines[-1] == f"stopped at step {result.step} of 5; run again to go on"
+
+
+def test_more_epochs_do_not_reopen_the_rounds_of_a_store_that_is_done(
+    growing: GrowingStore, make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growing.grow(8)
+    config = make_train_config(growing.path, follow=True, steps=None, epochs=1)
+    run_here(config)
+    rounds = read_rounds(config.run)
+    result, lines = train_here(replace(config, epochs=2), monkeypatch)
+    assert lines == [f"the run is complete at step {result.step}; {CLOSED} {config.run}"]
+    assert read_rounds(config.run) == rounds and rounds[-1].last
+
+
 def test_a_run_that_failed_before_its_first_checkpoint_may_start_with_other_options(
     growing: GrowingStore, make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,6 +619,23 @@ def test_a_store_that_ends_without_a_sample_to_train_on_is_refused(
     with pytest.raises(InputError, match=r"has no sample to train on, .* --fraction 1e-09 leave none\. Extract more"):
         run_here(config)
     assert newest_checkpoint(config.run) is None
+
+
+def test_nobody_else_consumes_a_store_while_a_run_does(growing: GrowingStore, make_train_config: MakeConfig) -> None:
+    growing.grow(8)
+    refused: list[str] = []
+
+    def stop_requested() -> bool:
+        with pytest.raises(StoreError, match="is consumed by process") as caught, consumer_lock(growing.path):
+            pass
+        refused.append(str(caught.value))
+        return False
+
+    config = make_train_config(growing.path, follow=True, consume=1, steps=2)
+    run_rank(config, 0, 1, "cpu", "", lambda line: None, stop_requested)
+    assert len(refused) >= 2
+    with consumer_lock(growing.path):
+        pass
 
 
 def test_only_one_consumes_a_store(growing: GrowingStore) -> None:

@@ -95,6 +95,17 @@ def test_bf16_rounds_the_logits_and_nothing_else() -> None:
     assert error < 8e-3  # two roundings of 2^-8 each: the logit gradient and the result
 
 
+def test_bf16_gradients_are_weighted_in_fp32_and_rounded_once() -> None:
+    """Weights rounded to bf16 first would keep 8 of their 24 bits."""
+    generator = torch.Generator().manual_seed(3)
+    hidden: Any = torch.randn(64, 16, generator=generator).bfloat16().requires_grad_()
+    dhidden, weights = torch.randn(64, 16, generator=generator).bfloat16(), torch.rand(64, generator=generator)
+    torch.autograd.backward(weighted_loss(hidden, dhidden, torch.ones(64), weights))
+    expected = (dhidden.float() * weights[:, None]).bfloat16()
+    assert hidden.grad.dtype == torch.bfloat16 and torch.equal(hidden.grad, expected)
+    assert not torch.equal(dhidden * weights.bfloat16()[:, None], expected)
+
+
 def test_the_gradient_scales_with_what_comes_after() -> None:
     hidden: Any = torch.randn(5, 8, requires_grad=True)
     out = frozen_head_cross_entropy(hidden.detach(), torch.randn(11, 8), torch.arange(5))

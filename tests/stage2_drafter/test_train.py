@@ -6,9 +6,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,13 @@ from dflash_train.errors import InputError
 from dflash_train.stage2_drafter import rank as ranks
 from dflash_train.stage2_drafter import train as training
 from dflash_train.stage2_drafter.checkpoint import list_checkpoints, newest_checkpoint, round_to_bfloat16
+from dflash_train.stage2_drafter.compiled import CompiledDrafter
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.drafter import Drafter, load_drafter
 from dflash_train.stage2_drafter.loss import block_weights, dpace_weights
 from dflash_train.stage2_drafter.preparation import check_resume, prepare_ahead, prepare_run, resolve_mask_token
 from dflash_train.stage2_drafter.rank import run_rank
+from dflash_train.stage2_drafter.row_loader import Row, RowBuilder
 from dflash_train.stage2_drafter.rows import RowKey
 from dflash_train.stage2_drafter.run_folder import read_ledger, read_metrics
 from dflash_train.stage2_drafter.train import RankDied, train
@@ -256,6 +260,80 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_said_at_once(
     assert [line.split(":")[0] for line in steps] == ["step 1 of 9", *[f"step {n} of 9 (skipped" for n in (3, 5)]]
     assert "(skipped: not finite, 1 in a row; the run ends at 2)" in steps[1]
     assert [line["skipped"] for line in read_metrics(config.run)] == [None, None, "not finite", None, "not finite"]
+
+
+WAITS = """
+import time
+from dflash_train.stage2_drafter.row_loader import RowBuilder
+
+build = RowBuilder.build
+
+
+def build_slowly(*arguments):
+    time.sleep(0.2)
+    return build(*arguments)
+
+
+RowBuilder.build = build_slowly
+answer = run_rank(config(given[0]), rank, 2, "cpu", meet(0), lambda line: None, lambda: False)
+"""
+
+
+def test_the_log_has_the_share_of_the_time_that_a_step_waited_for_its_rows(
+    make_store: MakeStore, make_train_config: MakeConfig, run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows that take 0.2 s each and steps that take less; over two ranks it is their mean."""
+    store = make_store()
+    alone, two = (make_train_config(store, run=name, steps=4, holdout=0.0, read_ahead=1) for name in ("alone", "two"))
+    assert run_ranks(WAITS, two.to_json()) == [False, False]
+    build = RowBuilder.build
+
+    def build_slowly(*arguments: Any) -> Row:
+        time.sleep(0.2)
+        return build(*arguments)
+
+    monkeypatch.setattr(RowBuilder, "build", build_slowly)
+    lines = [line for line in run_here(alone) if line.startswith("step")]
+    for config in (alone, two):
+        assert all(0.5 < line["wait_share"] <= 1 for line in read_metrics(config.run)[2:])
+    shares = [line["wait_share"] for line in read_metrics(alone.run)]
+    assert all(f", {share:.0%} of the time waiting for data" in line for share, line in zip(shares, lines, strict=True))
+
+
+def test_as_many_rows_are_read_ahead_as_asked_for(
+    make_store: MakeStore, make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_train_config(make_store(), steps=3, holdout=0.0, read_ahead=3)
+    built: list[str] = []
+    build, train_step = RowBuilder.build, Trainer._train_step
+
+    def build_and_count(*arguments: Any) -> Row:
+        built.append(threading.current_thread().name)
+        return build(*arguments)
+
+    def wait_and_step(self: Trainer, *arguments: Any) -> Any:
+        deadline = time.monotonic() + (5 if self.step == 0 else 0)
+        while built.count("row-loader") < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if self.step == 0:
+            time.sleep(0.1)  # no more than that
+            assert built.count("row-loader") == 3
+        return train_step(self, *arguments)
+
+    monkeypatch.setattr(RowBuilder, "build", build_and_count)
+    monkeypatch.setattr(Trainer, "_train_step", wait_and_step)
+    run_here(config)
+    assert built.count("row-loader") == 6
+
+
+def test_the_log_ends_with_the_graphs_and_recompilations_of_the_steps_of_this_start(
+    make_store: MakeStore, make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, where nothing is compiled, that line is none; here it is made up."""
+    config = make_train_config(make_store(), steps=5)
+    assert not any("recompilation" in line for line in run_here(config, stop_after=2))
+    monkeypatch.setattr(CompiledDrafter, "closing_line", lambda self, steps: f"0 recompilations in {steps} steps")
+    assert run_here(config)[-1] == "0 recompilations in 3 steps"
 
 
 # -- checkpoints, stops, resumes ---------------------------------------------------------------------------------------
@@ -516,6 +594,27 @@ def test_dead_rank_ends_the_run_with_its_last_words(make_store: MakeStore, make_
         train(config, report=kill_one)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_ranks_wait_for_hours_while_the_first_one_saves_or_decodes(
+    make_store: MakeStore, make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """NCCL's own 10 minutes would end the run; that a dead rank is noticed without them has a test above."""
+
+    class Met(Exception):
+        pass
+
+    def meet(backend: str, **options: Any) -> None:
+        assert backend == ("gloo" if device == "cpu" else "nccl")
+        assert options["timeout"] >= timedelta(hours=2)
+        raise Met
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", meet)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
+    with pytest.raises(Met):
+        run_rank(make_train_config(make_store()), 1, 2, device, "file:///nowhere", lambda line: None, lambda: False)
+
+
 def test_torchrun_gives_the_ranks(make_store: MakeStore, make_train_config: MakeConfig, tmp_path: Path) -> None:
     store = make_store()
     config = make_train_config(store, steps=2, schedule="constant")
@@ -690,8 +789,13 @@ def test_stop_at_an_evaluation_puts_it_off_and_one_at_the_last_step_does_not(
 ) -> None:
     config = make_train_config(make_store(), steps=3, holdout=0.5, evaluate_every=2)
     run_here(config, stop_after=2)
+    assert [line["step"] for line in read_metrics(config.run, "evaluation")] == [0]
+    stopped = newest_checkpoint(config.run)
+    assert stopped is not None and stopped.state().evaluation is None
     run_here(config, stop_after=1)
-    assert [line["step"] for line in read_metrics(config.run, "evaluation")] == [0, 2, 3]
+    evaluations = read_metrics(config.run, "evaluation")
+    assert [line["step"] for line in evaluations] == [0, 2, 3]
+    assert evaluations[1] == {"kind": "evaluation", "step": 2, **(stopped.state().evaluation or {})}
 
 
 def test_killed_before_its_first_checkpoint_a_run_logs_its_first_evaluation_once(
@@ -710,6 +814,19 @@ def test_finished_run_says_so(make_store: MakeStore, make_train_config: MakeConf
     lines: list[str] = []
     assert train(config, report=lines.append).step == 1
     assert lines == ["the run is complete at step 1; give more --steps or --epochs to go on"]
+
+
+def test_machines_that_do_not_share_the_run_folder_are_refused(
+    make_store: MakeStore, make_train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has saved another checkpoint than the one that is seen here."""
+    config = make_train_config(make_store(), steps=1)
+    run_here(config)
+    monkeypatch.setattr(ranks, "broadcast_json", lambda values, device, world: values | {"checkpoint": "step-00000007"})
+    with pytest.raises(
+        InputError, match=r"Rank 0 sees another newest checkpoint in .*run than rank 0\. Use a run folder"
+    ):
+        run_here(replace(config, steps=2))
 
 
 def test_bad_input_is_refused_before_a_process_starts(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_train.stage2_drafter.checkpoint import list_checkpoints
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.preparation import prepare_run
 from dflash_train.stage2_drafter.row_forward import _distribute
@@ -109,6 +110,43 @@ def test_gradients_are_reduced_once_a_step_however_many_rows_a_rank_has(
     for config in configs:
         config.run.mkdir()
     assert run_ranks(REDUCTIONS, *(config.to_json() for config in configs)) == [[[1] * 4] * 3] * 2
+
+
+CUT_SHORT = """
+import time
+
+
+class Measurement:
+    started = 0
+
+    def measure(self, run, tensors, device, estimate, report, stop):
+        self.started += 1
+        time.sleep(0.5)  # the other rank would be a step further by now
+        return {} if stop() else {"real_acceptance_length": 2.0, "real_prompts": 1, "real_rounds": 1, "real_seconds": 0.0}
+
+
+answer = []
+for number in range(2):
+    measurement = Measurement()  # the first rank's alone is asked
+    def stop_requested():
+        return measurement.started == 2 and number == 0
+    answer.append(
+        run_rank(config(given[0]), rank, 2, "cpu", meet(number), lambda line: None, stop_requested, measurement=measurement)
+    )
+"""
+
+
+def test_a_stop_in_a_measurement_ends_all_ranks_at_its_step(
+    make_store: MakeStore, make_train_config: MakeConfig, run_ranks: RunRanks
+) -> None:
+    """And the next start measures again before all of them go on."""
+    config = make_train_config(
+        make_store(), steps=4, save_every=2, evaluate_every=2, evaluate_target="t", evaluate_prompts="p", holdout=0.5
+    )
+    assert run_ranks(CUT_SHORT, config.to_json()) == [[True, False]] * 2
+    evaluations = read_metrics(config.run, "evaluation")
+    assert [(line["step"], line["real_acceptance_length"]) for line in evaluations] == [(0, 2.0), (2, 2.0), (4, 2.0)]
+    assert [checkpoint.step for checkpoint in list_checkpoints(config.run)] == [2, 4]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
