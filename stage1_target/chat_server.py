@@ -43,16 +43,17 @@ class ChatServer:
         """Raises InputError for a URL that is none. `stop` ends waits for another try."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
-            port, name = parts.port, (parts.hostname or "").encode("idna")
+            port, host = parts.port, parts.hostname or ""
+            host.encode("idna")
             parts.path.encode("ascii")
         except ValueError:  # of a port, an IPv6 address, a label of a name (UnicodeError)
-            name = b""
-        if not name or parts.scheme not in ("http", "https"):
+            host = ""
+        if not host or parts.scheme not in ("http", "https"):
             raise InputError(f"--server is {url!r}; write an address such as http://localhost:8000/v1.")
         self.url = url
         self.num_retries = 0
         """Tries that were repeated, for the user to know."""
-        self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, port
+        self._secure, self._host, self._port = parts.scheme == "https", host, port
         self._base = parts.path.rstrip("/") or "/v1"
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if api_key:
