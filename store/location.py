@@ -90,6 +90,10 @@ def parse_store(text: str) -> StoreLocation:
         return Path(text)
     protocol, rest = match[1].lower(), match[2]
     if protocol == "file":
+        if not rest.startswith("/"):
+            raise InputError(
+                "A file:// URL of a store has a host, a user or a password. Leave them out: file:///folder/store."
+            )
         return Path(unquote(rest))
     authority = rest.partition("/")[0]
     user = re.match(r"[^/]*:(?!\d*(/|$))", rest)  # a colon that no port follows: the password may hold a slash

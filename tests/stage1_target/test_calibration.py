@@ -104,3 +104,21 @@ def test_calibration_that_is_out_of_memory_goes_on_with_halves_and_leaves_out_wh
     room = 1
     with pytest.raises(InputError, match="None of the 3 samples drawn for calibration fits into the memory"):
         calibrate(target, [(token_ids, lengths)])
+
+
+def test_tokens_from_twenty_times_the_median_on_are_sinks(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = torch.randn(1, 1000, 64, generator=torch.Generator().manual_seed(0))
+
+    def scale_with(factor: float) -> np.ndarray:
+        other = states.clone()
+        other[0, :100] *= factor
+        other[0, :100, 5] *= 3.0  # so that it shows whether they count
+        monkeypatch.setattr(Target, "hidden_states", lambda _self, _ids: other)
+        return calibrate(target, [(torch.zeros(1, 1000, dtype=torch.int64), [1000])])
+
+    kept, left_out = scale_with(10.0), scale_with(30.0)
+    assert kept[5] != pytest.approx(left_out[5], rel=1e-3)
+    monkeypatch.setattr(Target, "hidden_states", lambda _self, _ids: states[:, 100:])
+    np.testing.assert_allclose(
+        left_out, calibrate(target, [(torch.zeros(1, 900, dtype=torch.int64), [900])]), rtol=1e-6
+    )

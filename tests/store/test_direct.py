@@ -145,3 +145,7 @@ def test_direct_files_are_closed(bf16: Any, tmp_path: Path) -> None:
     reader.read(0)
     del reader
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_the_bounce_buffer_is_within_its_bar() -> None:
+    assert direct.BOUNCE_BYTES <= 8 << 20
