@@ -132,6 +132,15 @@ def test_duplicate_ids_keep_the_first(bf16: Any, tmp_path: Path) -> None:
     assert reader.segment_ids[reader.samples["segment"][1]] == first
 
 
+def test_samples_stand_in_the_order_of_their_rows_beside_duplicates_too(bf16: Any, tmp_path: Path) -> None:
+    path = bf16.create(tmp_path / "s.zarr")
+    bf16.add_segment(path, [5, 3])
+    bf16.add_segment(path, [4, 3, 1])
+    samples = StoreReader(path).samples
+    assert samples["id"].tolist() == [1005, 1003, 1004, 1001]
+    assert samples["segment"].tolist() == [0, 0, 1, 1] and np.diff(samples["first_row"])[[0, 2]].min() > 0
+
+
 def test_segment_list_fixes_the_order_and_refresh_appends(bf16: Any, tmp_path: Path) -> None:
     path = bf16.create(tmp_path / "s.zarr")
     names = [bf16.add_segment(path, [number]) for number in range(3)]
