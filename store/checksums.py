@@ -123,10 +123,23 @@ def sum_file(path: Path, advance: Callable[[int], None]) -> Checksum:
     return Checksum(size, crc)
 
 
+def seal(name: str, content: Any) -> bytes:
+    """JSON of content under a name, with the crc32c of its text, in one spelling."""
+    return canonical_json({name: content, "crc32c": extend_crc(0, canonical_json(content))})
+
+
+def unseal(name: str, text: bytes) -> Any:
+    """The content of such a text; one that was changed in any byte raises ValueError, LookupError or TypeError."""
+    values = json.loads(text)
+    if canonical_json(values) != text or values["crc32c"] != extend_crc(0, canonical_json(values[name])):
+        raise ValueError("its own crc32c does not fit")
+    return values[name]
+
+
 def format_checksums(checksums: Mapping[str, Checksum]) -> bytes:
     """Serialise checksums.json: paths relative to its folder, posix style."""
     listed = {path: {"size": checksum.size, "crc32c": checksum.crc32c} for path, checksum in checksums.items()}
-    return canonical_json({"files": listed, "crc32c": extend_crc(0, canonical_json(listed))})
+    return seal("files", listed)
 
 
 def read_checksums(folder: Path) -> dict[str, Checksum]:
@@ -138,14 +151,10 @@ def read_checksums(folder: Path) -> dict[str, Checksum]:
 def parse_checksums(text: bytes, path: Path | str) -> dict[str, Checksum]:
     """Parse and check the text of a checksums.json; path is for messages."""
     try:
-        content = json.loads(text)
-        listed = content["files"]
-        intact = canonical_json(content) == text and content["crc32c"] == extend_crc(0, canonical_json(listed))
+        listed = unseal("files", text)
         checksums = {name: Checksum(int(entry["size"]), int(entry["crc32c"])) for name, entry in listed.items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError(f"{path} is damaged: {error}.") from error
-    if not intact:
-        raise StoreError(f"{path} is damaged: its own crc32c does not fit.")
     for name in checksums:  # a store at a URL is mirrored by these names, and anybody may have written it
         if not name or name.startswith("/") or "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
             raise StoreError(f"{path} lists {name!r}, which is no file below its folder. Do not use this store.")

@@ -11,7 +11,6 @@ as done. A record takes 20 bytes a sample.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_train.store.checksums import extend_crc
+from dflash_train.store.checksums import seal, unseal
 from dflash_train.store.files import Files, StoreError, take_lock, write_error
 from dflash_train.store.location import StoreLocation, StoreUrl
-from dflash_train.store.manifest import canonical_json, format_id
+from dflash_train.store.manifest import format_id
 from dflash_train.store.opened import list_segments
 from dflash_train.store.segment import SEGMENTS
 
@@ -83,10 +82,9 @@ def remove_segments(
             "num_tokens": int(samples[:, 3].sum()),
             "quarantined": list(quarantined),
         }
-        text = canonical_json({"consumed": body, "crc32c": extend_crc(0, canonical_json(body))})
         temporary, final = store / CONSUMED / f".tmp-{name}", store / CONSUMED / f"{name}.json"
         files.remove_tree(temporary)
-        files.write_file(temporary, text)
+        files.write_file(temporary, seal("consumed", body))
         files.rename(temporary, final)
     files.sync_directory(store / CONSUMED)
     _remove(store, tables, files)
@@ -143,11 +141,7 @@ def read_consumed(store: StoreLocation) -> Consumed:
 def read_record(path: Path) -> tuple[set[int], dict[str, Any]]:
     """The ids of one record, and all of it; a file that was changed in any byte raises StoreError."""
     try:
-        text = path.read_bytes()
-        values = json.loads(text)
-        body = values["consumed"]
-        if extend_crc(0, canonical_json(body)) != values["crc32c"] or canonical_json(values) != text:
-            raise ValueError("its crc32c does not fit")
+        body = unseal("consumed", path.read_bytes())
         return {int(identity, 16) for identity in body["ids"]}, {**body, "num_tokens": int(body["num_tokens"])}
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise StoreError(

@@ -73,10 +73,19 @@ def is_current(store: Path, entry: SegmentEntry) -> bool:
 def read_index(store: Path) -> dict[str, SegmentEntry]:
     """Return the entries of a store's index by segment; empty where there is none or where it is damaged."""
     try:
-        data = np.fromfile(store / INDEX_NAME, np.uint8)
-        return {entry.name: entry for entry in _parse(data)}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return check_index(store)
+    except ValueError:
         return {}
+
+
+def check_index(store: Path) -> dict[str, SegmentEntry]:
+    """The same; one that is damaged, or cannot be read, raises ValueError."""
+    try:
+        return {entry.name: entry for entry in _parse(np.fromfile(store / INDEX_NAME, np.uint8))}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"the cache of the table of samples is damaged ({error}); remove it") from error
 
 
 def _parse(data: NDArray[np.uint8]) -> list[SegmentEntry]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+from dflash_train.store.checksums import seal, unseal
 from dflash_train.store.files import Files, StoreError
-from dflash_train.store.manifest import canonical_json
 
 PLAN_NAME = "plan.json"
 BEAT_SECONDS = 5.0
@@ -51,14 +50,14 @@ def write_plan(store: Path, plan: Plan, files: Files | None = None) -> None:
     files, temporary = files or Files(), store / f".tmp-{PLAN_NAME}"
     with contextlib.suppress(OSError, StoreError):
         files.remove_tree(temporary)
-        files.write_file(temporary, canonical_json(dataclasses.asdict(plan)))
+        files.write_file(temporary, seal("plan", dataclasses.asdict(plan)))
         files.rename(temporary, store / PLAN_NAME)
 
 
 def read_plan(store: Path) -> Plan | None:
-    """The plan of a store; None where there is none, or none that this version understands."""
+    """The plan of a store; None where there is none, or none that is intact and that this version understands."""
     try:
-        values = json.loads((store / PLAN_NAME).read_bytes())
+        values = unseal("plan", (store / PLAN_NAME).read_bytes())
         plan = Plan(**{field.name: values[field.name] for field in dataclasses.fields(Plan)})
         numbers = (plan.samples, plan.tokens, plan.longest, plan.beat)
         return plan if all(type(number) is int for number in numbers) and plan.state in STATES else None

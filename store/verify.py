@@ -33,9 +33,11 @@ from dflash_train.store.creation import (
 )
 from dflash_train.store.download import download_segment, downloaded
 from dflash_train.store.encoding import Encoding
+from dflash_train.store.index import INDEX_NAME, check_index
 from dflash_train.store.location import StoreLocation, StoreUrl
 from dflash_train.store.manifest import Manifest, StoreError, format_id
 from dflash_train.store.opened import Segment, SegmentFiles, list_segments
+from dflash_train.store.plan import PLAN_NAME, read_plan
 from dflash_train.store.reader import open_manifest
 from dflash_train.store.reference import list_references, reference_encoding
 from dflash_train.store.segment import REFERENCE, SEGMENTS, row_arrays
@@ -165,6 +167,12 @@ class _Verifier:
         sound = not self.report.problems
         for segment in sorted(consumed_segments(self.path)):
             self._verify_record(f"{CONSUMED}/{segment}.json")
+        if (self.path / PLAN_NAME).exists() and read_plan(self.path) is None:
+            self.problem(None, None, PLAN_NAME, "it is damaged; the next extract writes it anew")
+        try:
+            check_index(self.path)
+        except ValueError as error:
+            self.problem(None, None, INDEX_NAME, error)
         try:
             self.segment_ids = list_segments(self.path)
             self.report.num_segments = len(self.segment_ids)
@@ -176,8 +184,8 @@ class _Verifier:
                 raise  # intact, but of a newer version
             return
         if sound:
-            for file, error in _root_errors(self.path, manifest, self.encoding, checksums):
-                self.problem(None, None, file, error)
+            for file, text in _root_errors(self.path, manifest, self.encoding, checksums):
+                self.problem(None, None, file, text)
 
     def _verify_record(self, file: str) -> None:
         """Check what a removed segment held: no checksums.json lists it, it has a crc32c of its own."""

@@ -11,8 +11,10 @@ import pytest
 from dflash_train.store.checksums import CHECKSUMS_NAME, format_checksums, read_checksums, sum_file
 from dflash_train.store.consumed import remove_segments
 from dflash_train.store.creation import store_lock
+from dflash_train.store.index import write_index
 from dflash_train.store.manifest import StoreError
 from dflash_train.store.opened import Segment, list_segments
+from dflash_train.store.plan import Plan, write_plan
 from dflash_train.store.reader import StoreReader
 from dflash_train.store.verify import format_verification, verify_store, walk
 
@@ -44,7 +46,10 @@ def test_every_flipped_byte_is_reported(maker: Any, quick_path: Path) -> None:
     name = maker.add_segment(path, [30, 31])
     gone = StoreReader(path).entry(name)
     remove_segments(path, {name: (gone.samples, [{"id": None, "row": 9, "reason": "empty"}])})
+    write_plan(path, Plan(samples=9, tokens=99, longest=13, state="running", beat=1, run="a1"))
+    assert write_index(path, list(StoreReader(path)._entries))
     files = sorted(file for file in walk(path) if ".consumer" not in file.parts)
+    assert {path / "plan.json", path / ".index"} < set(files)
     assert path / "consumed" / f"{name}.json" in files
     generator = np.random.default_rng(11)
     places = [(file, offset) for file in files for offset in (0, file.stat().st_size - 1)]  # every file
@@ -165,7 +170,7 @@ def test_progress_counts_what_is_read_from_the_start(maker: Any, tmp_path: Path)
     for name in (".staging/open", ".consumer/trash/gone"):
         (path / name).mkdir(parents=True)
         (path / name / "rows").write_bytes(bytes(10_000))
-    (path / "plan.json").write_text("{}")
+    write_plan(path, Plan(samples=1, tokens=1, longest=1, state="running", beat=1, run="a"))
     told: list[tuple[int, int]] = []
     report = verify_store(path, lambda *count: told.append(count))
     assert {total for _done, total in told} == {report.num_bytes} and told[-1][0] == report.num_bytes
