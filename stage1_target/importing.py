@@ -212,7 +212,9 @@ class _Import:
         for file, sample in self._readable(files[:100]):
             if num_checked == self.config.check_samples:
                 break
-            if not self._soundness(sample.states[:CHECK_TOKENS]).all():
+            sample = self._trimmed(sample)
+            is_sound = self._soundness(sample.states[:CHECK_TOKENS]).all()
+            if not is_sound or sample.token_ids.max() >= target.vocab_size:
                 continue  # it will go into quarantine
             largest = max(largest, check_states(target, self.layout, file, sample))
             num_checked += 1
@@ -274,8 +276,8 @@ class _Import:
             try:
                 if isinstance(read, UnusableFile):
                     raise read
-                token_ids, loss_mask = self._without_padding(read.token_ids, read.loss_mask)
-                states = read.states[: len(token_ids)]
+                sample = self._trimmed(read)
+                token_ids, loss_mask, states = sample.token_ids, sample.loss_mask, sample.states
                 identity = sample_id(token_ids, loss_mask)
                 if identity in stored or identity in new:
                     result.num_duplicates += identity in new
@@ -326,6 +328,11 @@ class _Import:
         used = np.flatnonzero((token_ids != self._padding) | (loss_mask == 1))
         length = int(used[-1]) + 1 if len(used) else len(token_ids)
         return token_ids[:length], loss_mask[:length]
+
+    def _trimmed(self, sample: ForeignSample) -> ForeignSample:
+        """A sample as it will be stored."""
+        token_ids, loss_mask = self._without_padding(sample.token_ids, sample.loss_mask)
+        return ForeignSample(token_ids, loss_mask, sample.states[: len(token_ids)])
 
     def _encode(
         self,

@@ -283,6 +283,21 @@ def test_absurd_states_are_quarantined_as_in_extract(config: ImportConfig, targe
     ]
 
 
+def test_token_ids_beyond_the_vocabulary_are_quarantined_and_not_checked(config: ImportConfig, target: Target) -> None:
+    write_specforge(config.source, target)
+    for number in (0, 1, 2, 5, 6, 7):
+        (path,) = config.source.rglob(f"data_{number}.ckpt")
+        content = specforge_content(target, number, LENGTHS[number])
+        content["input_ids"][3] = 10**6
+        torch.save(content, path)
+    events: list[Any] = []
+    result = import_store(config, events.append)
+    assert "the files hold decoder layers 1, 3: 2 samples differ by 0.00% at most" in events
+    [(reason, count)] = result.reasons.items()
+    assert count == 6 and reason.startswith("token id 1000000 is beyond the target's vocabulary of ")
+    assert_imported(config.store, target, [3, 4])
+
+
 def test_a_pickle_of_another_protocol_is_left_out_without_torchs_warning(config: ImportConfig, target: Target) -> None:
     """torch warns of the protocol once a process, then refuses the file: only the latter says what was done."""
     write_specforge(config.source, target)
