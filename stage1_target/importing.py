@@ -134,6 +134,7 @@ class _Import:
         self.layout = layout
         self.encoding = encoding
         self.result = ImportResult(num_files=len(layout.files))
+        self._num_checked = 0
         self._num_committed = 0
         self._padding = padding
         self._report = report
@@ -208,20 +209,25 @@ class _Import:
 
     def check(self, target: Target, files: Sequence[StateFile]) -> None:
         """Prove on some files that they hold the layers that they should."""
-        largest, num_checked = 0.0, 0
-        for file, sample in self._readable(files[:100]):
-            if num_checked == self.config.check_samples:
-                break
+        largest, wanted = 0.0, self.config.check_samples
+        for file, sample in self._readable(files) if wanted else ():
             sample = self._trimmed(sample)
             is_sound = self._soundness(sample.states[:CHECK_TOKENS]).all()
             if not is_sound or sample.token_ids.max() >= target.vocab_size:
                 continue  # it will go into quarantine
             largest = max(largest, check_states(target, self.layout, file, sample))
-            num_checked += 1
-        if num_checked:
+            self._num_checked += 1
+            if self._num_checked == wanted:
+                break
+        if self._num_checked:
             layers = ", ".join(map(str, target.target_layer_ids))
             self._report(
-                f"the files hold decoder layers {layers}: {num_checked} samples differ by {largest:.2%} at most"
+                f"the files hold decoder layers {layers}: {self._num_checked} samples differ by {largest:.2%} at most"
+            )
+        if self._num_checked < wanted:
+            self._report(
+                f"layers were checked on {self._num_checked} of {wanted} samples (--check-samples): no other file can be "
+                "used"
             )
 
     def calibrate(self, target: Target, files: Sequence[StateFile]) -> Calibration:
@@ -284,6 +290,11 @@ class _Import:
                     result.num_stored += identity in stored
                 else:
                     features, scales = self._encode(token_ids, loss_mask, states, calibration, vocab_size)
+                    if config.check_samples and not self._num_checked:  # none could be used then
+                        raise InputError(
+                            f"{file.path} has changed since no file could be used to check the layers. Run this again "
+                            "when nothing writes there, or with --check-samples 0 where you know the layers."
+                        )
                     group = prompt_group(token_ids, loss_mask, identity)
                     segment.append(identity, group, token_ids, loss_mask, features, scales)
                     if reference.keeps(identity):

@@ -298,6 +298,50 @@ def test_token_ids_beyond_the_vocabulary_are_quarantined_and_not_checked(config:
     assert_imported(config.store, target, [3, 4])
 
 
+def write_unsound(config: ImportConfig, target: Target, num_sound: int, layer_ids: Sequence[int]) -> None:
+    """103 files of the given layers, of which all but the last few in the order of reading are not finite."""
+    config.source.mkdir()
+    for place, number in enumerate(np.random.default_rng([config.seed, 2]).permutation(103).tolist()):
+        content = specforge_content(target, number, 6)
+        states = planes_of(target, content["input_ids"].tolist(), layer_ids).flatten(1)[None].clone()
+        states[0, 0, 0] = float("nan") if place < 103 - num_sound else states[0, 0, 0]
+        torch.save({**content, "aux_hidden_state": states}, config.source / f"data_{number}.ckpt")
+
+
+def test_layers_are_checked_however_many_files_before_cannot_be_used(config: ImportConfig, target: Target) -> None:
+    write_unsound(config, target, 3, (0, 2))
+    with pytest.raises(InputError, match=r"Plane 0 of .* is the output of decoder layer 0 .* is --layers 0,2, as"):
+        import_store(config)
+    assert not config.store.exists()
+
+
+@pytest.mark.parametrize("num_sound", [0, 1])
+def test_a_check_of_fewer_samples_than_wanted_says_so(config: ImportConfig, target: Target, num_sound: int) -> None:
+    write_unsound(config, target, num_sound, LAYER_IDS)
+    events: list[Any] = []
+    assert import_store(config, events.append).num_new == num_sound
+    wanted = f"layers were checked on {num_sound} of 2 samples (--check-samples): no other file can be used"
+    assert wanted in events
+    assert any(str(event).startswith("the files hold decoder layers") for event in events) == (num_sound > 0)
+    events.clear()
+    write_specforge(config.source, target)
+    import_store(replace(config, check_samples=0), events.append)
+    assert not any("layers were checked" in str(event) for event in events)
+
+
+def test_a_file_that_is_mended_after_a_check_of_nothing_is_not_stored(config: ImportConfig, target: Target) -> None:
+    write_unsound(config, target, 0, LAYER_IDS)
+
+    def mend(event: Any) -> None:
+        if event == (0, 103):
+            torch.save(specforge_content(target, 5, 6), config.source / "data_5.ckpt")
+
+    with pytest.raises(InputError, match=r"data_5\.ckpt has changed since no file could be used to check the layers"):
+        import_store(config, mend)
+    assert len(StoreReader(config.store).samples) == 0
+    assert import_store(config).num_new == 1
+
+
 def test_a_pickle_of_another_protocol_is_left_out_without_torchs_warning(config: ImportConfig, target: Target) -> None:
     """torch warns of the protocol once a process, then refuses the file: only the latter says what was done."""
     write_specforge(config.source, target)
