@@ -3,7 +3,7 @@
 The target is loaded once, for what the files lack: embedding, head, tokenizer and the fingerprint, and to prove on a few
 samples that the files hold the layers one says. Then files are read two ahead, in a seeded order (so that what is there
 after a stop is a fair sample), encoded on the device and appended to segments as an extract's are. A file that cannot be
-used goes into quarantine by name, with the reason; it is not tried again until it changes. A sample's id is that of
+used goes into quarantine by name, with the reason; it is not tried again until it, or its row of the data set, changes. A sample's id is that of
 its tokens, so whatever was stored, by whichever run, extract included, is not stored twice.
 
 Host memory: three files. Speed: that of reading the files.
@@ -149,11 +149,15 @@ class _Import:
             return [files[number] for number in order]
         consumed = read_consumed(reader.path)
         stored, entries = reader.stored_ids() | consumed.ids, [*reader.quarantined(), *consumed.quarantined]
-        known = {(entry.get("file"), entry.get("bytes"), entry.get("modified")) for entry in entries}
+        known: dict[Any, set[str | None]] = {}
+        for entry in entries:
+            version = (entry.get("file"), entry.get("bytes"), entry.get("modified"))
+            known.setdefault(version, set()).add(entry.get("data_row"))
         pending = []
         for number in order:
             file = files[number]
-            if (file.name, *_version(file)) in known:
+            rows = known.get((file.name, *_version(file)), set())
+            if None in rows or (rows and self.layout.row_version(file) in rows):
                 self.result.num_known += 1
                 continue
             try:
@@ -307,7 +311,9 @@ class _Import:
             except UnusableFile as error:
                 reason, (size, modified) = str(error), _version(file)
                 entry = {"id": None, "row": file.number, "reason": reason, "data": self._source}
-                segment.quarantine({**entry, "file": file.name, "bytes": size, "modified": modified})
+                entry |= {"file": file.name, "bytes": size, "modified": modified}
+                row = self.layout.row_version(file)
+                segment.quarantine(entry if row is None else {**entry, "data_row": row})
                 result.reasons[reason] += 1
                 logger.warning("%s: %s.", file.path, reason)
             if segment.num_bytes >= config.segment_bytes or segment.age_seconds >= config.segment_seconds:

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from dflash_train.errors import InputError
 from dflash_train.stage1_target import importing, preparation, worker
 from dflash_train.stage1_target.extract_config import ExtractConfig
+from dflash_train.stage1_target.foreign import Speculators
 from dflash_train.stage1_target.forward import Forwarder
 from dflash_train.stage1_target.import_config import ImportConfig, ImportResult
 from dflash_train.stage1_target.importing import import_store
@@ -381,6 +382,53 @@ def test_speculators_files_that_do_not_fit_their_data_set_are_named(config: Impo
     assert reasons[5].startswith("it cannot be read: SafetensorError: ") and "hidden_states" in reasons[5]
     assert reasons[6] == "its states are torch.float8_e4m3fn; wanted bfloat16, float16 or float32"
     assert_imported(config.store, target, [0, 3, 7])
+
+
+def save_rows(folder: Path, rows: dict[str, Any]) -> None:
+    """Save the data set of a folder of speculators anew; the files of states stay as they are."""
+    for path in folder.iterdir():
+        if path.is_file():
+            path.unlink()
+    datasets.Dataset.from_dict(rows).save_to_disk(str(folder))
+
+
+def test_speculators_files_are_tried_again_when_their_rows_of_the_data_set_change(
+    config: ImportConfig, target: Target
+) -> None:
+    whole = datasets.load_from_disk(str(write_speculators(config.source, target))).to_dict()
+    rows = {name: list(values[:7]) for name, values in whole.items()}  # none for hs_7
+    rows["loss_mask"][2] = [0] * LENGTHS[2]
+    rows["input_ids"][4] = rows["input_ids"][4][::-1]
+    path = config.source / "hidden_states" / "hs_5.safetensors"
+    path.write_bytes(path.read_bytes()[:50])
+    save_rows(config.source, rows)
+    config = replace(config, layers=(2, 4))
+    assert import_store(config).num_new == 4
+    reasons = {entry["row"]: entry["reason"] for entry in StoreReader(config.store).quarantined()}
+    assert reasons[2] == "no supervised tokens"
+    assert reasons[4] == "its token ids are not those of its row of the data set"
+    assert reasons[7] == "the data set has no row 7, only 7"
+    assert import_store(config).lines() == ["nothing to do: all 8 files are stored or in quarantine (4)"]
+    save_rows(config.source, whole)
+    mended = import_store(config)
+    assert (mended.num_new, mended.num_stored, mended.num_known) == (3, 4, 1), "the file itself is still damaged"
+    assert_imported(config.store, target, [0, 1, 2, 3, 4, 6, 7])
+
+
+def test_quarantine_entries_without_a_row_of_the_data_set_are_known_as_before(
+    config: ImportConfig, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_speculators(config.source, target)
+    rows = datasets.load_from_disk(str(config.source)).to_dict()
+    rows["loss_mask"][2] = [0] * LENGTHS[2]
+    save_rows(config.source, rows)
+    config = replace(config, layers=(2, 4))
+    with monkeypatch.context() as patch:
+        patch.setattr(Speculators, "row_version", lambda *_arguments: None)
+        assert import_store(config).num_new == 7
+    [entry] = StoreReader(config.store).quarantined()
+    assert "data_row" not in entry
+    assert import_store(config).lines() == ["nothing to do: all 8 files are stored or in quarantine (1)"]
 
 
 def test_a_stop_and_a_failure_lose_nothing(config: ImportConfig, target: Target) -> None:
