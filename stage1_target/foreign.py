@@ -18,6 +18,7 @@ Shapes: T tokens, L tapped target layers, P planes in a file, H hidden size.
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import re
 from abc import ABC, abstractmethod
@@ -106,6 +107,10 @@ class Layout(ABC):
             raise UnusableFile(f"it has states of {len(states)} tokens but {len(token_ids)} token ids")
         return ForeignSample(token_ids, loss_mask, states)
 
+    def row_version(self, file: StateFile) -> str | None:
+        """What tells one content of a file's row of the data set from another; None where all is in the file."""
+        return None
+
     @abstractmethod
     def _read_tokens(self, file: StateFile) -> tuple[NDArray[np.int32], NDArray[np.uint8]]: ...
 
@@ -144,10 +149,21 @@ class Speculators(Layout):
         with safe_open(file.path, framework="pt") as opened:
             return self._tokens(file, opened.get_tensor("token_ids"))
 
-    def _tokens(self, file: StateFile, token_ids: Tensor) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+    def row_version(self, file: StateFile) -> str | None:
+        try:
+            row = _guarded(self._row, file)
+        except UnusableFile as error:
+            return str(error)
+        values = [np.asarray(row[name]).tolist() for name in ("input_ids", "loss_mask")]
+        return hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest()
+
+    def _row(self, file: StateFile) -> Any:
         if file.number >= self._num_rows:
             raise UnusableFile(f"the data set has no row {file.number}, only {self._num_rows}")
-        row = self._rows[file.number]
+        return self._rows[file.number]
+
+    def _tokens(self, file: StateFile, token_ids: Tensor) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+        row = self._row(file)
         if not np.array_equal(token_ids.numpy(), row["input_ids"]):
             raise UnusableFile("its token ids are not those of its row of the data set")
         return _tokens(row["input_ids"], row["loss_mask"])

@@ -3,7 +3,7 @@
 The target is loaded once, for what the files lack: embedding, head, tokenizer and the fingerprint, and to prove on a few
 samples that the files hold the layers one says. Then files are read two ahead, in a seeded order (so that what is there
 after a stop is a fair sample), encoded on the device and appended to segments as an extract's are. A file that cannot be
-used goes into quarantine by name, with the reason; it is not tried again until it changes. A sample's id is that of
+used goes into quarantine by name, with the reason; it is not tried again until it, or its row of the data set, changes. A sample's id is that of
 its tokens, so whatever was stored, by whichever run, extract included, is not stored twice.
 
 Host memory: three files. Speed: that of reading the files.
@@ -134,6 +134,7 @@ class _Import:
         self.layout = layout
         self.encoding = encoding
         self.result = ImportResult(num_files=len(layout.files))
+        self._num_checked = 0
         self._num_committed = 0
         self._padding = padding
         self._report = report
@@ -148,11 +149,15 @@ class _Import:
             return [files[number] for number in order]
         consumed = read_consumed(reader.path)
         stored, entries = reader.stored_ids() | consumed.ids, [*reader.quarantined(), *consumed.quarantined]
-        known = {(entry.get("file"), entry.get("bytes"), entry.get("modified")) for entry in entries}
+        known: dict[Any, set[str | None]] = {}
+        for entry in entries:
+            version = (entry.get("file"), entry.get("bytes"), entry.get("modified"))
+            known.setdefault(version, set()).add(entry.get("data_row"))
         pending = []
         for number in order:
             file = files[number]
-            if (file.name, *_version(file)) in known:
+            rows = known.get((file.name, *_version(file)), set())
+            if None in rows or (rows and self.layout.row_version(file) in rows):
                 self.result.num_known += 1
                 continue
             try:
@@ -208,18 +213,25 @@ class _Import:
 
     def check(self, target: Target, files: Sequence[StateFile]) -> None:
         """Prove on some files that they hold the layers that they should."""
-        largest, num_checked = 0.0, 0
-        for file, sample in self._readable(files[:100]):
-            if num_checked == self.config.check_samples:
-                break
-            if not self._soundness(sample.states[:CHECK_TOKENS]).all():
+        largest, wanted = 0.0, self.config.check_samples
+        for file, sample in self._readable(files) if wanted else ():
+            sample = self._trimmed(sample)
+            is_sound = self._soundness(sample.states[:CHECK_TOKENS]).all()
+            if not is_sound or sample.token_ids.max() >= target.vocab_size:
                 continue  # it will go into quarantine
             largest = max(largest, check_states(target, self.layout, file, sample))
-            num_checked += 1
-        if num_checked:
+            self._num_checked += 1
+            if self._num_checked == wanted:
+                break
+        if self._num_checked:
             layers = ", ".join(map(str, target.target_layer_ids))
             self._report(
-                f"the files hold decoder layers {layers}: {num_checked} samples differ by {largest:.2%} at most"
+                f"the files hold decoder layers {layers}: {self._num_checked} samples differ by {largest:.2%} at most"
+            )
+        if self._num_checked < wanted:
+            self._report(
+                f"layers were checked on {self._num_checked} of {wanted} samples (--check-samples): no other file can be "
+                "used"
             )
 
     def calibrate(self, target: Target, files: Sequence[StateFile]) -> Calibration:
@@ -274,14 +286,19 @@ class _Import:
             try:
                 if isinstance(read, UnusableFile):
                     raise read
-                token_ids, loss_mask = self._without_padding(read.token_ids, read.loss_mask)
-                states = read.states[: len(token_ids)]
+                sample = self._trimmed(read)
+                token_ids, loss_mask, states = sample.token_ids, sample.loss_mask, sample.states
                 identity = sample_id(token_ids, loss_mask)
                 if identity in stored or identity in new:
                     result.num_duplicates += identity in new
                     result.num_stored += identity in stored
                 else:
                     features, scales = self._encode(token_ids, loss_mask, states, calibration, vocab_size)
+                    if config.check_samples and not self._num_checked:  # none could be used then
+                        raise InputError(
+                            f"{file.path} has changed since no file could be used to check the layers. Run this again "
+                            "when nothing writes there, or with --check-samples 0 where you know the layers."
+                        )
                     group = prompt_group(token_ids, loss_mask, identity)
                     segment.append(identity, group, token_ids, loss_mask, features, scales)
                     if reference.keeps(identity):
@@ -294,7 +311,9 @@ class _Import:
             except UnusableFile as error:
                 reason, (size, modified) = str(error), _version(file)
                 entry = {"id": None, "row": file.number, "reason": reason, "data": self._source}
-                segment.quarantine({**entry, "file": file.name, "bytes": size, "modified": modified})
+                entry |= {"file": file.name, "bytes": size, "modified": modified}
+                row = self.layout.row_version(file)
+                segment.quarantine(entry if row is None else {**entry, "data_row": row})
                 result.reasons[reason] += 1
                 logger.warning("%s: %s.", file.path, reason)
             if segment.num_bytes >= config.segment_bytes or segment.age_seconds >= config.segment_seconds:
@@ -326,6 +345,11 @@ class _Import:
         used = np.flatnonzero((token_ids != self._padding) | (loss_mask == 1))
         length = int(used[-1]) + 1 if len(used) else len(token_ids)
         return token_ids[:length], loss_mask[:length]
+
+    def _trimmed(self, sample: ForeignSample) -> ForeignSample:
+        """A sample as it will be stored."""
+        token_ids, loss_mask = self._without_padding(sample.token_ids, sample.loss_mask)
+        return ForeignSample(token_ids, loss_mask, sample.states[: len(token_ids)])
 
     def _encode(
         self,

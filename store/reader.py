@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,7 @@ from dflash_train.store.segment import SAMPLE_COLUMNS, SEGMENTS, row_arrays
 if TYPE_CHECKING:
     import torch
 
+Own = TypeVar("Own")
 SAMPLE_DTYPE = np.dtype(
     [("segment", "i4"), ("id", "i8"), ("group", "i8"), ("first_row", "i8"), ("length", "i8"), ("supervised", "i8")]
     + [("crc32c", "u4")]
@@ -140,13 +141,19 @@ class StoreReader:
 
     def _array(self, name: str) -> tuple[NDArray[Any], str | None]:
         """An array of the store's own, with its dtype_view."""
-        self._fetch(name)
-        return read_array(self.folder, name, self._checksums)
+        return self._read_own(name, lambda: read_array(self.folder, name, self._checksums))
 
-    def _fetch(self, prefix: str) -> None:
-        """Have the files below a folder of the store's own on this machine."""
-        if self._remote is not None:
-            self._remote.fetch(self._remote.names_below(prefix))
+    def _read_own(self, prefix: str, read: Callable[[], Own]) -> Own:
+        """Read what lies below a folder of the store's own; a file that is damaged on this machine is fetched again."""
+        if self._remote is None:
+            return read()
+        names = self._remote.names_below(prefix)
+        self._remote.fetch(names)
+        try:
+            return read()
+        except StoreError:
+            self._remote.restore(names)
+        return read()
 
     @cached_property
     def calibration(self) -> Calibration:
@@ -349,11 +356,14 @@ class StoreReader:
 
     def target_config(self) -> dict[str, Any]:
         """Return the target's config.json."""
-        self._fetch(TARGET_FILES)
-        config: dict[str, Any] = json.loads(read_summed(self.folder, f"{TARGET_FILES}/config.json", self._checksums))
+        name = f"{TARGET_FILES}/config.json"
+        text = self._read_own(TARGET_FILES, lambda: read_summed(self.folder, name, self._checksums))
+        config: dict[str, Any] = json.loads(text)
         return config
 
     def tokenizer_path(self) -> Path:
         """Return the folder with the target's config.json and tokenizer files, for AutoTokenizer."""
-        self._fetch(TARGET_FILES)
+        if self._remote is not None:
+            names = self._remote.names_below(TARGET_FILES)
+            self._read_own(TARGET_FILES, lambda: [read_summed(self.folder, name, self._checksums) for name in names])
         return self.folder / TARGET_FILES

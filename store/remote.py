@@ -57,6 +57,20 @@ class RemoteStore:
             for name in names:
                 self._fetch_file("", name, self._checksums)
 
+    def restore(self, names: Iterable[str]) -> None:
+        """Fetch those of the store's own files again that are damaged on this machine, perhaps by a power cut."""
+        with self._locked():
+            for name in names:
+                path = self.folder / name
+                with contextlib.suppress(StoreError):  # it cannot be read
+                    if sum_file(path, lambda _bytes: None) == self._checksums[name]:
+                        continue
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    raise write_error(path, 0, error) from error
+                self._fetch_file("", name, self._checksums)
+
     def names_below(self, prefix: str) -> list[str]:
         """Names of the store's own files below a folder, as checksums.json lists them."""
         return [name for name in self._checksums if name.startswith(f"{prefix}/")]

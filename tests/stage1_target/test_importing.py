@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from dflash_train.errors import InputError
 from dflash_train.stage1_target import importing, preparation, worker
 from dflash_train.stage1_target.extract_config import ExtractConfig
+from dflash_train.stage1_target.foreign import Speculators
 from dflash_train.stage1_target.forward import Forwarder
 from dflash_train.stage1_target.import_config import ImportConfig, ImportResult
 from dflash_train.stage1_target.importing import import_store
@@ -283,6 +284,65 @@ def test_absurd_states_are_quarantined_as_in_extract(config: ImportConfig, targe
     ]
 
 
+def test_token_ids_beyond_the_vocabulary_are_quarantined_and_not_checked(config: ImportConfig, target: Target) -> None:
+    write_specforge(config.source, target)
+    for number in (0, 1, 2, 5, 6, 7):
+        (path,) = config.source.rglob(f"data_{number}.ckpt")
+        content = specforge_content(target, number, LENGTHS[number])
+        content["input_ids"][3] = 10**6
+        torch.save(content, path)
+    events: list[Any] = []
+    result = import_store(config, events.append)
+    assert "the files hold decoder layers 1, 3: 2 samples differ by 0.00% at most" in events
+    [(reason, count)] = result.reasons.items()
+    assert count == 6 and reason.startswith("token id 1000000 is beyond the target's vocabulary of ")
+    assert_imported(config.store, target, [3, 4])
+
+
+def write_unsound(config: ImportConfig, target: Target, num_sound: int, layer_ids: Sequence[int]) -> None:
+    """103 files of the given layers, of which all but the last few in the order of reading are not finite."""
+    config.source.mkdir()
+    for place, number in enumerate(np.random.default_rng([config.seed, 2]).permutation(103).tolist()):
+        content = specforge_content(target, number, 6)
+        states = planes_of(target, content["input_ids"].tolist(), layer_ids).flatten(1)[None].clone()
+        states[0, 0, 0] = float("nan") if place < 103 - num_sound else states[0, 0, 0]
+        torch.save({**content, "aux_hidden_state": states}, config.source / f"data_{number}.ckpt")
+
+
+def test_layers_are_checked_however_many_files_before_cannot_be_used(config: ImportConfig, target: Target) -> None:
+    write_unsound(config, target, 3, (0, 2))
+    with pytest.raises(InputError, match=r"Plane 0 of .* is the output of decoder layer 0 .* is --layers 0,2, as"):
+        import_store(config)
+    assert not config.store.exists()
+
+
+@pytest.mark.parametrize("num_sound", [0, 1])
+def test_a_check_of_fewer_samples_than_wanted_says_so(config: ImportConfig, target: Target, num_sound: int) -> None:
+    write_unsound(config, target, num_sound, LAYER_IDS)
+    events: list[Any] = []
+    assert import_store(config, events.append).num_new == num_sound
+    wanted = f"layers were checked on {num_sound} of 2 samples (--check-samples): no other file can be used"
+    assert wanted in events
+    assert any(str(event).startswith("the files hold decoder layers") for event in events) == (num_sound > 0)
+    events.clear()
+    write_specforge(config.source, target)
+    import_store(replace(config, check_samples=0), events.append)
+    assert not any("layers were checked" in str(event) for event in events)
+
+
+def test_a_file_that_is_mended_after_a_check_of_nothing_is_not_stored(config: ImportConfig, target: Target) -> None:
+    write_unsound(config, target, 0, LAYER_IDS)
+
+    def mend(event: Any) -> None:
+        if event == (0, 103):
+            torch.save(specforge_content(target, 5, 6), config.source / "data_5.ckpt")
+
+    with pytest.raises(InputError, match=r"data_5\.ckpt has changed since no file could be used to check the layers"):
+        import_store(config, mend)
+    assert len(StoreReader(config.store).samples) == 0
+    assert import_store(config).num_new == 1
+
+
 def test_a_pickle_of_another_protocol_is_left_out_without_torchs_warning(config: ImportConfig, target: Target) -> None:
     """torch warns of the protocol once a process, then refuses the file: only the latter says what was done."""
     write_specforge(config.source, target)
@@ -322,6 +382,53 @@ def test_speculators_files_that_do_not_fit_their_data_set_are_named(config: Impo
     assert reasons[5].startswith("it cannot be read: SafetensorError: ") and "hidden_states" in reasons[5]
     assert reasons[6] == "its states are torch.float8_e4m3fn; wanted bfloat16, float16 or float32"
     assert_imported(config.store, target, [0, 3, 7])
+
+
+def save_rows(folder: Path, rows: dict[str, Any]) -> None:
+    """Save the data set of a folder of speculators anew; the files of states stay as they are."""
+    for path in folder.iterdir():
+        if path.is_file():
+            path.unlink()
+    datasets.Dataset.from_dict(rows).save_to_disk(str(folder))
+
+
+def test_speculators_files_are_tried_again_when_their_rows_of_the_data_set_change(
+    config: ImportConfig, target: Target
+) -> None:
+    whole = datasets.load_from_disk(str(write_speculators(config.source, target))).to_dict()
+    rows = {name: list(values[:7]) for name, values in whole.items()}  # none for hs_7
+    rows["loss_mask"][2] = [0] * LENGTHS[2]
+    rows["input_ids"][4] = rows["input_ids"][4][::-1]
+    path = config.source / "hidden_states" / "hs_5.safetensors"
+    path.write_bytes(path.read_bytes()[:50])
+    save_rows(config.source, rows)
+    config = replace(config, layers=(2, 4))
+    assert import_store(config).num_new == 4
+    reasons = {entry["row"]: entry["reason"] for entry in StoreReader(config.store).quarantined()}
+    assert reasons[2] == "no supervised tokens"
+    assert reasons[4] == "its token ids are not those of its row of the data set"
+    assert reasons[7] == "the data set has no row 7, only 7"
+    assert import_store(config).lines() == ["nothing to do: all 8 files are stored or in quarantine (4)"]
+    save_rows(config.source, whole)
+    mended = import_store(config)
+    assert (mended.num_new, mended.num_stored, mended.num_known) == (3, 4, 1), "the file itself is still damaged"
+    assert_imported(config.store, target, [0, 1, 2, 3, 4, 6, 7])
+
+
+def test_quarantine_entries_without_a_row_of_the_data_set_are_known_as_before(
+    config: ImportConfig, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_speculators(config.source, target)
+    rows = datasets.load_from_disk(str(config.source)).to_dict()
+    rows["loss_mask"][2] = [0] * LENGTHS[2]
+    save_rows(config.source, rows)
+    config = replace(config, layers=(2, 4))
+    with monkeypatch.context() as patch:
+        patch.setattr(Speculators, "row_version", lambda *_arguments: None)
+        assert import_store(config).num_new == 7
+    [entry] = StoreReader(config.store).quarantined()
+    assert "data_row" not in entry
+    assert import_store(config).lines() == ["nothing to do: all 8 files are stored or in quarantine (1)"]
 
 
 def test_a_stop_and_a_failure_lose_nothing(config: ImportConfig, target: Target) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dflash_train.store import objects as objects_module
 from dflash_train.store import upload as upload_module
@@ -438,6 +439,40 @@ def test_damage_on_this_machine_heals_itself(stored: Path, location: StoreUrl) -
         path.write_bytes(bytes(path.stat().st_size))
     again = StoreReader(location)
     assert_same_samples(again, StoreReader(stored))
+
+
+def read_own_files(reader: StoreReader) -> list[Any]:
+    embedding = reader.frozen_embed_tokens().view(torch.int16).numpy().tobytes()
+    tokenizer = {path.name: path.read_bytes() for path in reader.tokenizer_path().iterdir()}
+    return [reader.channel_scale.tobytes(), embedding, reader.target_config(), tokenizer]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "calibration/channel_scale/c/0",
+        "calibration/channel_scale/zarr.json",
+        "frozen/embed_tokens/c/0/0",
+        "frozen/target/config.json",
+        "frozen/target/tokenizer.json",
+    ],
+)
+def test_the_stores_own_files_that_are_damaged_on_this_machine_are_fetched_again(
+    stored: Path, s3: Any, location: StoreUrl, name: str
+) -> None:
+    wanted = read_own_files(StoreReader(location))
+    path = location.mirror / name
+    path.write_bytes(bytes(path.stat().st_size))  # of the right size, as a power cut leaves it
+    s3.requests()
+    assert read_own_files(StoreReader(location)) == wanted
+    fetched = [line for line in s3.requests() if "GET" in line and ("calibration" in line or "frozen" in line)]
+    assert len(fetched) == 1 and name in fetched[0]
+    [data] = s3.objects(f"deep/s.zarr/{name}").values()
+    assert path.read_bytes() == data
+    path.write_bytes(bytes(len(data)))
+    s3.put(f"deep/s.zarr/{name}", flip(data, 3))
+    with pytest.raises(StoreError, match=rf"s3://.*/{name} has crc32c .* it is damaged"):
+        read_own_files(StoreReader(location))
 
 
 # -- the cache ---------------------------------------------------------------------------------------------------------
