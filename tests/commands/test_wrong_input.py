@@ -516,7 +516,7 @@ CASES: dict[str, list[Case]] = {
             "a damaged record of consumed samples",
             AGAIN,
             1,
-            "segment.json is damaged ('crc32c'): it lists samples that were trained on and removed. Restore it from a copy, or remove it to have those samples stored again.",
+            "segment.json is damaged (its own crc32c does not fit): it lists samples that were trained on and removed. Restore it from a copy, or remove it to have those samples stored again.",
             in_order(
                 make_folder("store.zarr/consumed"),
                 write("store.zarr/consumed/segment.json", '{"consumed": {"ids": []}}'),

@@ -709,7 +709,7 @@ def test_a_record_of_consumed_samples_guards_itself(growing: GrowingStore) -> No
     assert found.ids == set(entry.samples[:, 0].tolist()) and found.quarantined[0]["row"] == 3
     path = growing.path / "consumed" / f"{name}.json"
     path.write_bytes(path.read_bytes().replace(b"empty", b"emptx"))
-    with pytest.raises(StoreError, match=r"json is damaged \(its crc32c does not fit\)"):
+    with pytest.raises(StoreError, match=r"json is damaged \(its own crc32c does not fit\)"):
         read_consumed(growing.path)
 
 
