@@ -29,8 +29,8 @@ from dflash_train.stage1_target.preparation import (
     Prepared,
     open_if_there,
     prepare,
-    quarantined_indices,
     segment_attributes,
+    stored_and_quarantined,
     stored_indices,
 )
 from dflash_train.stage1_target.ranks import RankEnd, Ranks
@@ -273,10 +273,9 @@ def _run_workers(
 def _sum_up(
     result: ExtractResult, prepared: Prepared, ends: Sequence[RankEnd], stopped: bool, started: float
 ) -> ExtractResult:
-    reader = open_if_there(prepared.config.store)
-    done = stored_indices(prepared.table, reader)
-    result.num_stored = int(done.sum())
-    result.num_quarantined = 0 if reader is None else int(quarantined_indices(prepared.table, reader).sum())
+    stored, quarantined = stored_and_quarantined(prepared.table, open_if_there(prepared.config.store))
+    done = stored | quarantined
+    result.num_stored, result.num_quarantined = int(done.sum()), int(quarantined.sum())
     result.outcome = "finished" if done.all() else "stopped" if stopped else "failed"
     result.num_new_samples = sum(end.num_new_samples for end in ends)
     result.num_new_tokens = sum(end.num_new_tokens for end in ends)

@@ -258,17 +258,24 @@ def open_if_there(store: StoreLocation) -> StoreReader | None:
 
 def stored_indices(table: SampleTable, reader: StoreReader | None) -> NDArray[np.bool_]:
     """Which samples of the table need no work: stored, quarantined with their id, or either and consumed since."""
+    stored, quarantined = stored_and_quarantined(table, reader)
+    return stored | quarantined
+
+
+def stored_and_quarantined(
+    table: SampleTable, reader: StoreReader | None
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Which samples of the table are stored, and which are in quarantine with their id; or were, and are consumed since."""
     if reader is None:
-        return np.zeros(len(table), dtype=bool)
-    stored = reader.stored_ids() | read_consumed(reader.path).ids
-    return np.array([identity in stored for identity in map(int, table.ids)], bool) | quarantined_indices(table, reader)
-
-
-def quarantined_indices(table: SampleTable, reader: StoreReader) -> NDArray[np.bool_]:
-    """Which samples of the table are in quarantine with their id, or were when they were consumed."""
-    entries = [*reader.quarantined(), *read_consumed(reader.path).quarantined]
-    ids = {entry["id"] for entry in entries if entry.get("id")}
-    return np.array([bool(ids) and format_id(identity) in ids for identity in map(int, table.ids)], bool)
+        return np.zeros(len(table), dtype=bool), np.zeros(len(table), dtype=bool)
+    consumed = read_consumed(reader.path)
+    stored = reader.stored_ids() | consumed.ids
+    quarantined = {entry["id"] for entry in [*reader.quarantined(), *consumed.quarantined] if entry.get("id")}
+    ids = table.ids.tolist()
+    return (
+        np.array([identity in stored for identity in ids], bool),
+        np.array([bool(quarantined) and format_id(identity) in quarantined for identity in ids], bool),
+    )
 
 
 def segment_attributes(prepared: Prepared) -> dict[str, Any]:

@@ -693,7 +693,7 @@ def test_states_that_are_not_finite_or_absurd_put_the_sample_into_quarantine(
     assert [message.indices for message in committed] == [(0, 1, 2)]
     done = preparation.stored_indices(table, reader)
     assert np.flatnonzero(done).tolist() == [0, 1, 2], "a resume does not try it again"
-    assert np.flatnonzero(preparation.quarantined_indices(table, reader)).tolist() == [1, 2]
+    assert np.flatnonzero(preparation.stored_and_quarantined(table, reader)[1]).tolist() == [1, 2]
 
 
 def test_the_result_tells_the_stored_from_the_quarantined(config: ExtractConfig, tmp_path: Path) -> None:
