@@ -156,6 +156,7 @@ def run_rank(
         stopped = trainer.train()
         if world > 1:
             torch.distributed.barrier()  # nobody leaves the group while rank 0 still saves
+            forward.leave_group()
             # Only after success: with a peer gone it may hang, and the process ends anyway.
             torch.distributed.destroy_process_group()
         return stopped

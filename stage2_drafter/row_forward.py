@@ -96,6 +96,14 @@ class RowForward:
         sums.add_row(place, loss.ce, loss.correct, row_weights, slots, label_mask)
         return weighted_loss(hidden, loss.dhidden, loss.ce, row_weights, slots)
 
+    def leave_group(self) -> None:
+        """Drop data parallelism; call it before the process group is destroyed.
+
+        Its reducer owns the group too. As the last owner it would join the group's threads with the GIL held, while one of
+        gloo's waits for the GIL to drop the tensors of the last barrier: such ends hung for ever (torch 2.13).
+        """
+        self.model = self.compiled
+
     @contextlib.contextmanager
     def _uploading(self) -> Iterator[Callable[[Tensor], Tensor]]:
         """Copies to the device on a stream of their own, so that they run under the previous row's kernels.

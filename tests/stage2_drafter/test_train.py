@@ -423,6 +423,36 @@ for number, (values, stop_after) in enumerate(given):
 """
 
 
+LEAVES = """
+import gc
+from torch.nn.parallel import DistributedDataParallel
+
+answer, made, destroy = {"made": 0}, DistributedDataParallel.__init__, torch.distributed.destroy_process_group
+
+
+def count_made(*arguments, **keywords):
+    answer["made"] += 1
+    made(*arguments, **keywords)
+
+
+def count_left():
+    answer["left"] = sum(type(thing) is DistributedDataParallel for thing in gc.get_objects())
+    destroy()
+
+
+DistributedDataParallel.__init__, torch.distributed.destroy_process_group = count_made, count_left
+run_rank(config(given[0]), rank, 2, "cpu", meet(0), lambda line: None, lambda: False)
+"""
+
+
+def test_no_reducer_outlives_the_process_group(
+    make_store: MakeStore, make_train_config: MakeConfig, run_ranks: RunRanks
+) -> None:
+    """As its last owner it may wait for ever for a thread that waits for the GIL."""
+    config = make_train_config(make_store(), steps=1, rows_per_step=2)
+    assert run_ranks(LEAVES, config.to_json()) == [{"made": 1, "left": 0}] * 2
+
+
 def check_equal_to_rounding(run: Path, reference: Path) -> None:
     """Sums over the same rows in another order: the tolerances of other numbers of processes above."""
     for found, wanted in zip(curve(run), curve(reference), strict=True):

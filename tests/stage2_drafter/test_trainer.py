@@ -95,6 +95,7 @@ for number, values in enumerate(given):
     trainer.train()
     answer.append([after - before for before, after in zip(seen, seen[1:])])
     torch.distributed.barrier()
+    trainer.forward.leave_group()
     torch.distributed.destroy_process_group()
 """
 
