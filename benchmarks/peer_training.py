@@ -54,6 +54,7 @@ from dflash_train.stage2_drafter.checkpoint import (
     export_tensors,
     safetensors_bytes,
 )
+from dflash_train.stage2_drafter.collectives import Rank
 from dflash_train.stage2_drafter.compiled import compiled_graphs
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.drafter_config import DrafterConfig
@@ -63,7 +64,7 @@ from dflash_train.stage2_drafter.preparation import PreparedRun, prepare_run
 from dflash_train.stage2_drafter.row_forward import RowForward
 from dflash_train.stage2_drafter.row_loader import Row, RowBuilder
 from dflash_train.stage2_drafter.rows import RowKey
-from dflash_train.stage2_drafter.trainer import Rank, Trainer
+from dflash_train.stage2_drafter.trainer import Trainer
 from dflash_train.stage2_drafter.versions import package_versions
 from dflash_train.store.calibration import Calibration
 
@@ -296,16 +297,13 @@ class PeerTrainer(Trainer):
             forward=PeerForward(run, device, options),
         )
         self.builder = TokenRowBuilder(**vars(self.builder))
+        run.holdout.rows = []  # left out of the training, and measured by `dflash evaluate` alone
 
     def _note_step(self, event: StepDone) -> None:
         self.step_seconds.append(event.seconds)
 
     def _warm_up(self) -> None:
         """Nothing is compiled ahead: SpecForge's shapes change from step to step."""
-
-    def evaluate(self) -> dict[str, Any] | None:
-        """None: held-out conversations are left out of the training, and measured by `dflash evaluate` alone."""
-        return None
 
     def save(self) -> Checkpoint | None:
         """Write the drafter in z-lab's format, with the groups it was trained on. It is no checkpoint of our trainer:

@@ -14,8 +14,8 @@ import torch
 
 from dflash_train.errors import InputError
 from dflash_train.machine.compile_cache import compile_cache_folder, has_compiled_kernels
-from dflash_train.stage2_drafter.broadcast import broadcast_json, gather_flags
 from dflash_train.stage2_drafter.checkpoint import Checkpoint, newest_checkpoint, prune_checkpoints
+from dflash_train.stage2_drafter.collectives import Rank
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.events import Progress, StepDone
 from dflash_train.stage2_drafter.follow import LedgerDiffers, segments_to_open
@@ -100,9 +100,10 @@ def run_rank(
     by the first rank before anything is loaded; it may refuse the run.
     """
     from dflash_train.stage2_drafter.row_forward import RowForward
-    from dflash_train.stage2_drafter.trainer import Rank, Trainer
+    from dflash_train.stage2_drafter.trainer import Trainer
 
     device = torch.device(device_name)
+    place = Rank(rank=rank, world=world, device=device)
     compiles_again = _compiles(device) and not has_compiled_kernels()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -128,7 +129,7 @@ def run_rank(
                 run = prepare_ahead(config, counted)
                 agreed = _plan_segments(run)
             agreed["checkpoint"] = None if newest is None else newest.path.name
-        agreed = broadcast_json(agreed, device, world)
+        agreed = place.broadcast(agreed)
         if run is None:
             rounds = [Round.from_json(entry) for entry in agreed["rounds"]]
             counted = CountedRows(segments=agreed["segments"], epochs=agreed["epochs"])
@@ -142,17 +143,16 @@ def run_rank(
         if rank == 0:
             announce(run, checkpoint)
         forward = RowForward(run, device, world, first_weights=checkpoint is None and config.init_from is None)
-        place = Rank(rank=rank, world=world, device=device)
         trainer = Trainer(run, place, report, stop_requested, progress, measurement, forward)
         if checkpoint is not None:
-            found = gather_flags(compiles_again, device, world)
+            found = place.gather(compiles_again)
             if rank == 0:
                 _describe_caches(config, found, report)
             trainer.restore(checkpoint)
         elif config.init_from is not None:
             trainer.start_from(config.init_from)
         if rank == 0:
-            rewind_metrics(config.run, trainer.step, evaluated=trainer.evaluation is not None)
+            rewind_metrics(config.run, trainer.step, evaluated=trainer.evaluator.current is not None)
         stopped = trainer.train()
         if world > 1:
             torch.distributed.barrier()  # nobody leaves the group while rank 0 still saves

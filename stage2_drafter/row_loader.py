@@ -72,6 +72,10 @@ class RowBuilder:
     sources: tuple[RowSchedule, HoldoutRows]
     """Training rows, then held-out rows."""
 
+    def buffer(self, pinned: bool) -> RowBuffer:
+        """A new buffer for a row; pinned for copies to CUDA."""
+        return RowBuffer.allocate(self.reader, self.row_tokens, pinned=pinned)
+
     def read_ahead(self, key: RowKey | None) -> None:
         """Begin to fetch the samples of a row that is built next, where the store is remote."""
         if key is not None:

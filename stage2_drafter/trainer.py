@@ -6,12 +6,9 @@ same step. How a row becomes a loss is row_forward.py's.
 """
 
 import contextlib
-import dataclasses
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +16,21 @@ import numpy as np
 import torch
 
 from dflash_train.errors import InputError
-from dflash_train.stage2_drafter.broadcast import broadcast_json
 from dflash_train.stage2_drafter.checkpoint import (
     Checkpoint,
     TrainerState,
-    export_tensors,
     load_masters,
     prune_checkpoints,
     read_groups,
-    record_evaluation,
     save_checkpoint,
 )
+from dflash_train.stage2_drafter.collectives import Rank
+from dflash_train.stage2_drafter.evaluator import Evaluator
 from dflash_train.stage2_drafter.events import Progress, StepDone
-from dflash_train.stage2_drafter.follow import remove_consumed
+from dflash_train.stage2_drafter.growth import Growth
 from dflash_train.stage2_drafter.initial_weights import initial_weights
 from dflash_train.stage2_drafter.measurement import Measurement
-from dflash_train.stage2_drafter.metrics import MetricsLog, StepNumbers, StepSums, format_evaluation, format_step
+from dflash_train.stage2_drafter.metrics import MetricsLog, StepNumbers, StepSums, format_step
 from dflash_train.stage2_drafter.optimizer import (
     gradient_norm,
     learning_rate,
@@ -45,25 +41,14 @@ from dflash_train.stage2_drafter.optimizer import (
     set_learning_rate,
 )
 from dflash_train.stage2_drafter.preparation import PreparedRun
-from dflash_train.stage2_drafter.round_planner import RoundPlanner
 from dflash_train.stage2_drafter.row_forward import RowForward
 from dflash_train.stage2_drafter.row_loader import Row, RowBuffer, RowBuilder, RowLoader
-from dflash_train.stage2_drafter.rows import GrowingSchedule, RowKey
-from dflash_train.stage2_drafter.run_folder import Round, append_rounds, rewind_metrics
+from dflash_train.stage2_drafter.rows import RowKey
+from dflash_train.stage2_drafter.run_folder import rewind_metrics
 from dflash_train.stage2_drafter.versions import package_versions
-from dflash_train.units import format_count
 
 RANDOM_RULE = "rows: (seed, 0, epoch); anchors: (seed, 1, epoch, row, held out); first weights: seed, kind of device"
 _NAMED_SAMPLES = 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rank:
-    """Which of the run's processes this is, and its device."""
-
-    rank: int = 0
-    world: int = 1
-    device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
 
 
 class Trainer:
@@ -85,11 +70,10 @@ class Trainer:
     ) -> None:
         """forward: its drafter with first weights, or with none where `restore` or `start_from` follows. None: made here."""
         self.run, self.config, self.rank = run, run.config, rank
-        self.report = report if rank.rank == 0 else lambda line: None
+        self.report = report if rank.is_first else lambda line: None
         self.stop_requested = stop_requested
-        self.versions = package_versions() if rank.rank == 0 else {}  # as they are now, not at the first checkpoint
+        self.versions = package_versions() if rank.is_first else {}  # as they are now, not at the first checkpoint
         self.progress = progress
-        self.measurement = measurement if rank.rank == 0 else None
         self.forward = RowForward(run, rank.device, rank.world) if forward is None else forward
         self.named = list(self.forward.drafter.named_parameters())
         self.parameters = [parameter for _, parameter in self.named]
@@ -103,14 +87,14 @@ class Trainer:
             seed=self.config.seed,
             sources=(run.schedule, run.holdout),
         )
-        self._evaluation_buffers: list[RowBuffer] = []
+        self.evaluator = Evaluator(run, rank, self.forward, self.builder, self.report, stop_requested, measurement)
+        self.growth: Growth | None = None
+        if run.following is not None:
+            self.growth = Growth(run.following, self.config, rank, self.report, stop_requested)
         self._bad_steps = 0
-        self._planner = None if run.following is None or rank.rank else RoundPlanner(run.following, self.report)
         self.step = 0
         self._saved_step = -1
         self._restored: Checkpoint | None = None
-        self.evaluation: dict[str, Any] | None = None
-        self._newest_evaluation: tuple[int, dict[str, Any]] | None = None
         self._groups = np.empty(0, dtype=np.int64)  # trained on before this process began
 
     @property
@@ -125,7 +109,7 @@ class Trainer:
         """Go on from a checkpoint: masters, moments and the step; everything random follows from these."""
         load_masters(self.named, checkpoint.masters(), checkpoint.path)
         load_optimizer_tensors(self.optimizer, self.named, checkpoint.optimizer())
-        self.step, self.evaluation = checkpoint.step, checkpoint.state().evaluation
+        self.step, self.evaluator.current = checkpoint.step, checkpoint.state().evaluation
         self._saved_step, self._restored = self.step, checkpoint
         if (groups := read_groups(checkpoint.path)) is not None:
             self._groups = groups
@@ -141,7 +125,7 @@ class Trainer:
     def save(self) -> Checkpoint | None:
         """Write a checkpoint and drop old ones, on rank 0; the others go on and wait at the next step's all-reduce."""
         self._saved_step = self.step
-        if self.rank.rank != 0:
+        if not self.rank.is_first:
             return None
         following = self.run.following
         manifest = self.run.reader.manifest
@@ -154,7 +138,7 @@ class Trainer:
             total_steps=self.total_steps,
             random_state={"seed": self.config.seed, "rule": RANDOM_RULE},
             versions=self.versions,
-            evaluation=self.evaluation,
+            evaluation=self.evaluator.current,
             rounds=0 if following is None else following.num_rounds,
         )
         checkpoint = save_checkpoint(
@@ -174,7 +158,7 @@ class Trainer:
 
     def train(self) -> bool:
         """Run until the last step or a stop signal; returns whether it was stopped. Saves where it ends."""
-        config, following = self.config, self.run.following
+        config, following, evaluator = self.config, self.run.following, self.evaluator
         stopped = self._extend_rows()
         if following is not None:
             following.activate(max(self.step - 1, 0))  # as it was at the evaluation of the last step
@@ -185,14 +169,14 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             loader = stack.enter_context(RowLoader(self.builder, self._keys(), buffers))
             stack.callback(self.run.schedule.abandon)
-            log, lacks_evaluation = None, any_step and self._lacks_evaluation()
-            if self.rank.rank == 0:
+            log, lacks_evaluation = None, any_step and evaluator.is_incomplete(self._evaluation_due())
+            if self.rank.is_first:
                 if lacks_evaluation:
                     rewind_metrics(config.run, self.step, evaluated=False)
                 log = stack.enter_context(contextlib.closing(MetricsLog(config.run, self.step)))
             rows = iter(loader)
             if lacks_evaluation:
-                stopped = self._make_up(log)
+                stopped = evaluator.make_up(self.step, log, self._restored)
             while not stopped:
                 began = time.perf_counter()
                 stopped = self._extend_rows()
@@ -207,20 +191,20 @@ class Trainer:
                 if log is not None:
                     log.write("train", self.step, values)
                     seconds = time.perf_counter() - began
-                    self.progress(StepDone(self.step, self.total_steps, seconds, values, self._newest_evaluation))
+                    self.progress(StepDone(self.step, self.total_steps, seconds, values, evaluator.newest))
                 if self.step % config.log_every == 0 or self.step in (1, self.total_steps) or self._bad_steps:
                     self.report(
                         format_step(self.step, self.total_steps, values, self._bad_steps, config.bad_step_limit)
                     )
-                self.evaluation = None
+                evaluator.current = None
                 if self._evaluation_due() and (self.step == self.total_steps or not stopped):
-                    stopped = self._evaluate_and_log(log) or stopped
+                    stopped = evaluator.evaluate(self.step, log) or stopped
                 if stopped or self._saving_due():
                     self.save()
                     self._consume()
             if self._saved_step != self.step:  # no step was taken, or the last one showed only afterwards
                 if self.step and not stopped:
-                    self._evaluate_and_log(log)
+                    evaluator.evaluate(self.step, log)
                 self.save()
             self._consume()  # also what a run that was killed after its last checkpoint left
         if following is not None and not stopped and config.holdout > 0 and not self.run.holdout.rows:
@@ -228,64 +212,21 @@ class Trainer:
         closing_line = self.forward.compiled.closing_line(self.step - first)
         if closing_line is not None:
             self.report(closing_line)
-        may_go_on = following is not None and config.steps is None and not following.schedule.closed
-        return stopped and (may_go_on or self.step < self.total_steps)
+        return stopped and (self.step < self.total_steps or (self.growth is not None and self.growth.may_go_on()))
 
     def _rows_left(self) -> bool:
-        """Whether a step is to be taken."""
-        following, steps = self.run.following, self.config.steps
-        if following is None:
-            return self.step < self.total_steps
-        is_short = steps is None or self.step < steps
-        return is_short and following.schedule.num_planned > self.step * self.config.rows_per_step
+        return self.step < self.total_steps if self.growth is None else self.growth.rows_left(self.step)
 
     def _extend_rows(self) -> bool:
-        """Where the store grows, plan rows for the steps ahead; all ranks call it before each step, and wait here if there
-        are none for this one. Returns whether a stop was asked for meanwhile."""
-        following, rows = self.run.following, self.config.rows_per_step
-        if following is None:
-            return False
-        following.schedule.forget(self.step * rows)
-        ahead = (self.step + 2) * rows + self.config.read_ahead * self.rank.world
-        while not following.schedule.covers(ahead):
-            if self.config.steps is not None and self.step >= self.config.steps:
-                return False
-            urgent = not following.schedule.covers((self.step + 1) * rows)
-            decided: dict[str, Any] = {}
-            if self._planner is not None:
-                rounds = self._planner.look(self.step, urgent)
-                if rounds:
-                    append_rounds(self.config.run, rounds)
-                decided = {"rounds": [entry.to_json() for entry in rounds], "stop": self.stop_requested()}
-            decided = broadcast_json(decided, self.rank.device, self.rank.world)
-            following.extend([Round.from_json(entry) for entry in decided["rounds"]])
-            if urgent and decided["stop"]:
-                return True
-            if not decided["rounds"]:
-                if not urgent:
-                    return False
-                if following.due(self.step * rows):  # the store may be full: make room before waiting on
-                    if self._saved_step != self.step:
-                        self.save()
-                    self._consume()
-        return False
+        return self.growth is not None and self.growth.extend(self.step, self._save_once)
+
+    def _save_once(self) -> None:
+        if self._saved_step != self.step:
+            self.save()
 
     def _consume(self) -> None:
-        """After a checkpoint: remove the segments that have had all their passes; all ranks."""
-        following = self.run.following
-        due = [] if following is None else following.due(self.step * self.config.rows_per_step)
-        if following is None or not due:
-            return
-        decided: dict[str, Any] = {}
-        if self._planner is not None:
-            present = self._planner.still_there(due)
-            decided = {"present": present, "copies": following.copy_held_out(present)}
-        decided = broadcast_json(decided, self.rank.device, self.rank.world)
-        following.let_go(due, decided["present"], decided["copies"])  # the same `due` on every rank
-        if self._planner is not None and decided["present"]:
-            remove_consumed(following, decided["present"])
-            count = format_count(len(decided["present"]), "segment")
-            self.report(f"removed {count} after {self.config.consume} passes")
+        if self.growth is not None:
+            self.growth.consume(self.step)
 
     def _train_step(self, loader: RowLoader, rows: Iterator[Row]) -> tuple[dict[str, Any], bool]:
         """One optimizer step; returns what metrics.jsonl gets, and whether all ranks stop here."""
@@ -332,72 +273,6 @@ class Trainer:
         }
         return values, numbers.stop > 0
 
-    @torch.no_grad()
-    def evaluate(self) -> dict[str, Any] | None:
-        """The held-out rows, the same ones with the same anchors each time; None where nothing is held out."""
-        if not self.run.holdout.rows:
-            return None
-        keys = self.run.holdout.rank_keys(self.rank.rank, self.rank.world)
-        sums = StepSums(self.run.drafter_config.block_size, len(keys) * self.rank.world, self.rank.device)
-        if not self._evaluation_buffers:
-            self._evaluation_buffers = [self._buffer(), self._buffer()]
-        with RowLoader(self.builder, keys, self._evaluation_buffers) as loader:
-            for turn, row in enumerate(loader):
-                if len(row.slots):
-                    self.forward.loss(row, turn * self.rank.world + self.rank.rank, sums)
-                loader.release(row.buffer)
-        return {**sums.reduced(self.rank.world).quality(), "rows": len(self.run.holdout.rows)}
-
-    def _lacks_evaluation(self) -> bool:
-        """Whether a stop came before all that belongs to the step under way was measured; the same on every rank."""
-        if self.evaluation is None:
-            return self._evaluation_due()
-        return self.config.evaluate_target is not None and "real_acceptance_length" not in self.evaluation
-
-    def _make_up(self, log: MetricsLog | None) -> bool:
-        """Before the first step: measure what is lacking, for the checkpoint gone on from too, or it would never be the
-        best one. Returns whether a stop came again."""
-        before = self.evaluation
-        stopped = self._evaluate_and_log(log) if before is None else self._measure_and_log(log)
-        if (
-            self.rank.rank == 0
-            and self._restored is not None
-            and self.evaluation is not None
-            and self.evaluation != before
-        ):
-            record_evaluation(self._restored, self.evaluation)
-        return stopped
-
-    def _evaluate_and_log(self, log: MetricsLog | None) -> bool:
-        """All ranks; returns whether a stop cut the real measurement short: the run then ends here, to make up for it."""
-        self.evaluation = self.evaluate()
-        return self._measure_and_log(log)
-
-    def _measure_and_log(self, log: MetricsLog | None) -> bool:
-        cut_short = False
-        if self.measurement is not None:
-            real = self._measure(self.measurement, (self.evaluation or {}).get("acceptance_length"))
-            self.evaluation = {**(self.evaluation or {}), **real} or None
-            cut_short = not real and self.stop_requested()
-        if self.evaluation is not None:
-            self._newest_evaluation = self.step, self.evaluation
-            if log is not None:
-                log.write("evaluation", self.step, self.evaluation)
-            self.report(format_evaluation(self.step, self.evaluation))
-        return bool(broadcast_json({"stop": cut_short}, self.rank.device, self.rank.world)["stop"])
-
-    def _measure(self, measurement: Measurement, estimate: float | None) -> dict[str, Any]:
-        """The real acceptance length of the drafter as a checkpoint would hold it; the other ranks wait for its end."""
-        reader = self.run.reader
-        return measurement.measure(
-            self.run,
-            export_tensors(dict(self.named), reader.encoding, reader.calibration),
-            self.rank.device,
-            estimate,
-            self.report,
-            self.stop_requested,
-        )
-
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _saving_due(self) -> bool:
@@ -407,22 +282,14 @@ class Trainer:
         return self.step == 0 or self._saving_due() or self.step % self.config.evaluate_every == 0
 
     def _keys(self) -> Iterator[RowKey | None]:
-        if self.run.following is not None:
-            yield from self._growing_keys(self.run.following.schedule)
+        if self.growth is not None:
+            yield from self.growth.keys(self.step)
             return
         for step in range(self.step, self.total_steps):
             yield from self.run.schedule.step_keys(step, self.config.rows_per_step, self.rank.rank, self.rank.world)
 
-    def _growing_keys(self, schedule: GrowingSchedule) -> Iterator[RowKey | None]:
-        """The same where rows are planned as the store grows; the loader's thread waits here for the training thread."""
-        rows_per_step = self.config.rows_per_step
-        for step in itertools.count(self.step):
-            if not schedule.wait((step + 1) * rows_per_step) or step * rows_per_step >= schedule.num_planned:
-                return  # abandoned, or past the last row
-            yield from schedule.step_keys(step, rows_per_step, self.rank.rank, self.rank.world)
-
     def _buffer(self) -> RowBuffer:
-        return RowBuffer.allocate(self.run.reader, self.config.row_tokens, pinned=self.rank.device.type == "cuda")
+        return self.builder.buffer(pinned=self.rank.device.type == "cuda")
 
     def _warm_up(self) -> None:
         """Compile everything, on a real row, before anything is counted."""

@@ -23,13 +23,14 @@ from dflash_train.stage1_target.identity import build_manifest, frozen_target
 from dflash_train.stage1_target.target import load_target
 from dflash_train.stage1_target.target_config import TargetConfig
 from dflash_train.stage2_drafter.checkpoint import best_checkpoint, export_tensors, list_checkpoints, read_groups
+from dflash_train.stage2_drafter.collectives import Rank
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.preparation import PreparedRun, prepare_run
 from dflash_train.stage2_drafter.rank import run_rank
 from dflash_train.stage2_drafter.report import write_report
 from dflash_train.stage2_drafter.run_folder import read_metrics
 from dflash_train.stage2_drafter.train import train
-from dflash_train.stage2_drafter.trainer import Rank, Trainer
+from dflash_train.stage2_drafter.trainer import Trainer
 from dflash_train.store.calibration import Calibration
 from dflash_train.store.creation import create_store
 from dflash_train.store.encoding import make_encoding

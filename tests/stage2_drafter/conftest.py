@@ -285,7 +285,8 @@ from dflash_train.machine.launch import leave_process
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.rank import run_rank
 from dflash_train.stage2_drafter.preparation import prepare_run
-from dflash_train.stage2_drafter.trainer import Rank, Trainer
+from dflash_train.stage2_drafter.collectives import Rank
+from dflash_train.stage2_drafter.trainer import Trainer
 
 rank, folder, answer = int(sys.argv[1]), sys.argv[2], None
 torch.set_num_threads(1)

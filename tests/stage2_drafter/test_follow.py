@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dflash_train.errors import InputError
-from dflash_train.stage2_drafter import follow, round_planner
+from dflash_train.stage2_drafter import follow, growth, round_planner
 from dflash_train.stage2_drafter import train as train_module
 from dflash_train.stage2_drafter import trainer as trainer_module
 from dflash_train.stage2_drafter.checkpoint import newest_checkpoint, read_groups
@@ -376,7 +376,7 @@ def test_consumed_segments_go_once_a_checkpoint_is_behind_their_passes(
         most[0] = max(most[0], len(list_segments(config.store_folder)))
         remove(following, due)
 
-    monkeypatch.setattr(trainer_module, "remove_consumed", remove_and_look)
+    monkeypatch.setattr(growth, "remove_consumed", remove_and_look)
     run_here(config)
     record = read_consumed(growing.path)
     assert record.ids == growing.ids, "every sample counts as done"
@@ -425,7 +425,7 @@ def test_a_kill_around_a_removal_loses_and_doubles_nothing(
         if crash == "copy_held_out":
             patched.setattr(follow.Following, crash, dying(follow.Following.copy_held_out))
         elif crash == "remove_consumed":
-            patched.setattr(trainer_module, "remove_consumed", dying(follow.remove_consumed))
+            patched.setattr(growth, "remove_consumed", dying(follow.remove_consumed))
         else:
             patched.setattr(consumed, "Files", type("Files", (Files,), {crash: dying(getattr(Files, crash))}))
         with pytest.raises(Killed):
@@ -481,7 +481,7 @@ def test_a_run_killed_after_its_last_checkpoint_still_removes_what_it_consumed(
     growing.grow(8)
     config = make_train_config(growing.path, follow=True, consume=1, steps=None, save_every=99, evaluate_every=99)
     with monkeypatch.context() as patched:
-        patched.setattr(trainer_module, "remove_consumed", lambda *_arguments: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(growth, "remove_consumed", lambda *_arguments: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run_here(config)
     assert len(list_segments(growing.path)) >= 8 and newest_checkpoint(config.run) is not None

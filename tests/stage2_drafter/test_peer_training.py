@@ -28,13 +28,14 @@ from dflash_train.benchmarks.peer_training import (
 from dflash_train.errors import InputError
 from dflash_train.stage2_drafter.blocks import make_blocks, sample_anchors
 from dflash_train.stage2_drafter.checkpoint import read_groups
+from dflash_train.stage2_drafter.collectives import Rank
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.drafter import load_drafter
 from dflash_train.stage2_drafter.loss import block_weights
 from dflash_train.stage2_drafter.metrics import StepSums
 from dflash_train.stage2_drafter.preparation import prepare_run
 from dflash_train.stage2_drafter.rows import RowKey
-from dflash_train.stage2_drafter.trainer import Rank, Trainer
+from dflash_train.stage2_drafter.trainer import Trainer
 
 needs_specforge = pytest.mark.skipif(find_spec("specforge") is None, reason="wants SpecForge 0.2.0")
 

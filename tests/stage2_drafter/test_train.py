@@ -23,6 +23,7 @@ from dflash_train.errors import InputError
 from dflash_train.stage2_drafter import rank as ranks
 from dflash_train.stage2_drafter import train as training
 from dflash_train.stage2_drafter.checkpoint import list_checkpoints, newest_checkpoint, round_to_bfloat16
+from dflash_train.stage2_drafter.collectives import Rank
 from dflash_train.stage2_drafter.compiled import CompiledDrafter
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.drafter import Drafter, load_drafter
@@ -33,7 +34,7 @@ from dflash_train.stage2_drafter.row_loader import Row, RowBuilder
 from dflash_train.stage2_drafter.rows import RowKey
 from dflash_train.stage2_drafter.run_folder import read_ledger, read_metrics
 from dflash_train.stage2_drafter.train import RankDied, train
-from dflash_train.stage2_drafter.trainer import Rank, Trainer
+from dflash_train.stage2_drafter.trainer import Trainer
 from dflash_train.store.calibration import Calibration
 from dflash_train.store.direct import DirectFile
 from dflash_train.store.reader import StoreReader
@@ -147,11 +148,11 @@ def test_evaluation_equals_one_plain_loss_over_all_held_out_rows(
     assert len(run.holdout.rows) > 1
     rows = [plain_losses(trainer, RowKey(0, place, holdout=True), SCALES) for place in range(len(run.holdout.rows))]
     all_ce, all_weights = (torch.cat(parts) for parts in zip(*rows, strict=True))
-    found = trainer.evaluate()
+    found = trainer.evaluator.held_out()
     assert found is not None and found["rows"] == len(rows)
     assert found["loss"] == pytest.approx(((all_ce * all_weights).sum() / all_weights.sum()).item(), rel=1e-5)
     assert found["cross_entropy"] == pytest.approx(all_ce[all_weights > 0].mean().item(), rel=1e-5)
-    assert trainer.evaluate() == found, "the same rows with the same anchors each time"
+    assert trainer.evaluator.held_out() == found, "the same rows with the same anchors each time"
     assert len(found["accuracy"]) == 3, "by position: block size 4, without the anchor"
 
 
@@ -852,7 +853,7 @@ def test_machines_that_do_not_share_the_run_folder_are_refused(
     """Rank 0 has saved another checkpoint than the one that is seen here."""
     config = make_train_config(make_store(), steps=1)
     run_here(config)
-    monkeypatch.setattr(ranks, "broadcast_json", lambda values, device, world: values | {"checkpoint": "step-00000007"})
+    monkeypatch.setattr(Rank, "broadcast", lambda self, values: values | {"checkpoint": "step-00000007"})
     with pytest.raises(
         InputError, match=r"Rank 0 sees another newest checkpoint in .*run than rank 0\. Use a run folder"
     ):
