@@ -24,6 +24,7 @@ from dflash_train.stage2_drafter.checkpoint import Checkpoint, newest_checkpoint
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.events import Progress
 from dflash_train.stage2_drafter.measurement import Measurement
+from dflash_train.stage2_drafter.opening_lines import describe_run, how_to_go_on
 from dflash_train.stage2_drafter.preparation import (
     CountedRows,
     PreparedRun,
@@ -33,11 +34,9 @@ from dflash_train.stage2_drafter.preparation import (
 )
 from dflash_train.stage2_drafter.rank import RANK_FUNCTION, run_rank
 from dflash_train.stage2_drafter.run_folder import check_disk_space, run_lock
-from dflash_train.store.consumed import consumer_lock, read_consumed
+from dflash_train.store.consumed import consumer_lock
 from dflash_train.store.creation import is_locked
-from dflash_train.store.files import StoreError
 from dflash_train.store.opened import list_segments
-from dflash_train.store.plan import read_plan
 from dflash_train.store.reader import open_manifest
 from dflash_train.units import format_count
 
@@ -105,12 +104,12 @@ def train(
     where = ", ".join(device.label for device in devices)
     done = checkpoint is not None and checkpoint.step >= run.total_steps and _is_closed(run)
     if checkpoint is not None and done and not _removals_left(run, checkpoint.step):
-        report(f"the run is complete at step {checkpoint.step}; {_how_to_go_on(run, checkpoint.step)}")
+        report(f"the run is complete at step {checkpoint.step}; {how_to_go_on(run, checkpoint.step)}")
         return _result(config, run.total_steps, stopped=False)
     if config.consume is not None:
         with consumer_lock(config.store_folder):  # only to refuse early: the first rank holds it while it trains
             pass
-    _describe(run, checkpoint, where, report)
+    describe_run(run, checkpoint, where, report)
     for line in lines:
         report(line)
     stopped = _follow(config, devices, report, progress, measurement, run.counted())
@@ -145,19 +144,6 @@ def _await_store(store: Path, report: Report) -> bool:
 def _is_closed(run: PreparedRun) -> bool:
     """Whether no more rows come to a run than those its total is made of."""
     return run.following is None or run.config.steps is not None or run.following.schedule.closed
-
-
-def _how_to_go_on(run: PreparedRun, step: int) -> str:
-    """What makes a run train on whose steps are done."""
-    if run.following is None:
-        return "give more --steps or --epochs to go on"
-    schedule = run.following.schedule
-    if not schedule.closed or schedule.num_planned > step * run.config.rows_per_step:
-        return "give more --steps to go on"
-    return (
-        "its rounds over the store are done and closed, which more --steps or --epochs do not change: to train on, give "
-        f"another --run and --init-from {run.config.run}"
-    )
 
 
 def _removals_left(run: PreparedRun, step: int) -> bool:
@@ -268,7 +254,7 @@ def _train_under_torchrun(
     def announce(run: PreparedRun, checkpoint: Checkpoint | None) -> None:
         """What `train` checks and says before it starts ranks of its own."""
         lines = _check_start(run, checkpoint, measurement)
-        _describe(run, checkpoint, f"{format_count(place.world, 'rank')} of torchrun", report)
+        describe_run(run, checkpoint, f"{format_count(place.world, 'rank')} of torchrun", report)
         for line in lines:
             report(line)
 
@@ -308,68 +294,6 @@ def _num_parameters(run: PreparedRun) -> int:
             run.drafter_config, seed=None, num_features=run.reader.encoding.num_features
         ).parameters()
     )
-
-
-def _describe(run: PreparedRun, checkpoint: Checkpoint | None, where: str, report: Report) -> None:
-    config, reader = run.config, run.reader
-    if run.following is not None:
-        _describe_following(run, checkpoint, where, report)
-        return
-    total = len(reader.samples)
-    report(
-        f"{format_count(run.num_training, 'sample')} to train on and {total - run.num_training} held out, in rows of "
-        f"{config.row_tokens} tokens with {config.anchors} anchors; {format_count(run.total_steps, 'step')} of "
-        f"{format_count(config.rows_per_step, 'row')} on {where}; mask token {run.drafter_config.mask_token_id}"
-    )
-    stores = (config.store, *config.more_stores)
-    newer = sum(len(list_segments(store)) for store in stores if isinstance(store, Path)) - len(reader.segment_ids)
-    if newer > 0:
-        report(
-            f"{format_count(newer, 'segment')} came into the store after this run began; it goes on with those it began with"
-        )
-    _describe_consumed(run, report)
-    _describe_resume(checkpoint, report)
-
-
-def _describe_consumed(run: PreparedRun, report: Report) -> None:
-    """Say how many samples a run lacks because another one consumed them; held-out ones that it copied are there."""
-    stores = (run.config.store, *run.config.more_stores)
-    try:
-        consumed = {identity for store in stores for identity in read_consumed(store).ids}
-    except StoreError as error:  # extracts need the records, this run does not
-        report(f"warning: {error}")
-        return
-    gone = len(consumed.difference(run.reader.samples["id"].tolist()))
-    if gone:
-        report(
-            f"this run lacks the {format_count(gone, 'sample')} that a run with --consume removed from the store; to have "
-            "them, remove its folder consumed/ and extract again"
-        )
-
-
-def _describe_following(run: PreparedRun, checkpoint: Checkpoint | None, where: str, report: Report) -> None:
-    config, plan = run.config, read_plan(run.config.store_folder)
-    data = (
-        "a store without a plan" if plan is None else f"a store of {plan.samples:,} samples when its extract has ended"
-    )
-    passes = "removed after" if config.consume is not None else "for"
-    count = config.consume or config.num_epochs
-    ends = (
-        format_count(config.steps or 0, "step")
-        if count is None
-        else f"{passes} {count} pass{'' if count == 1 else 'es'}"
-    )
-    report(
-        f"following {data}, {ends}; rows of {config.row_tokens} tokens with {config.anchors} anchors, "
-        f"{format_count(config.rows_per_step, 'row')} a step on {where}; mask token "
-        f"{run.drafter_config.mask_token_id}"
-    )
-    _describe_resume(checkpoint, report)
-
-
-def _describe_resume(checkpoint: Checkpoint | None, report: Report) -> None:
-    if checkpoint is not None:
-        report(f"going on from {checkpoint.path}")
 
 
 def _result(config: TrainConfig, total_steps: int | None, stopped: bool) -> TrainResult:
