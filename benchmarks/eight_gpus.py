@@ -47,7 +47,7 @@ from typing import Any
 from dflash_train.benchmarks.random_target import GEOMETRIES, draw_lengths, make_samples
 from dflash_train.machine.devices import parse_devices
 from dflash_train.machine.launch import last_lines
-from dflash_train.machine.runs import logs_folder
+from dflash_train.machine.run_state import logs_folder
 from dflash_train.store.reader import StoreReader
 from dflash_train.store.verify import verify_store
 from dflash_train.units import format_bytes

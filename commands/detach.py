@@ -15,7 +15,8 @@ import click
 
 from dflash_train.commands.terminal import Failure, say
 from dflash_train.machine.launch import last_lines
-from dflash_train.machine.runs import Recorder, RunState, await_first_progress, recording, start_detached
+from dflash_train.machine.run_state import RunState
+from dflash_train.machine.runs import Recorder, await_first_progress, recording, start_detached
 from dflash_train.machine.torchrun import torchrun_place
 
 _DETACH, _RECORDER = f"{__name__}.detach", f"{__name__}.recorder"

@@ -28,7 +28,7 @@ from dflash_train.commands.preflight import check_start
 from dflash_train.commands.recipe import write_recipe
 from dflash_train.commands.terminal import Terminal, fail, progress_options
 from dflash_train.machine.disks import user_cache_folder
-from dflash_train.machine.runs import logs_folder
+from dflash_train.machine.run_state import logs_folder
 from dflash_train.store.location import StoreLocation, beside
 from dflash_train.units import format_duration
 

@@ -12,7 +12,7 @@ import click
 
 from dflash_train.commands.options import RunPath
 from dflash_train.errors import InputError
-from dflash_train.machine.runs import RunState, find_state, read_state
+from dflash_train.machine.run_state import RunState, find_state, read_state
 
 POLL_SECONDS = 0.3
 

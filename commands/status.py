@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from dflash_train.commands.options import RunPath, json_option
-from dflash_train.machine.runs import RunState, find_state, read_state, tail
+from dflash_train.machine.run_state import RunState, find_state, read_state
+from dflash_train.machine.runs import tail
 from dflash_train.units import format_duration
 
 EXIT_STATUS = {"finished": 0, "failed": 1, "died": 1, "running": 3, "stopped": 4}

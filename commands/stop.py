@@ -8,7 +8,8 @@ import click
 
 from dflash_train.commands.options import RunPath
 from dflash_train.commands.terminal import Failure
-from dflash_train.machine.runs import ask_to_stop, find_state, read_state, tail
+from dflash_train.machine.run_state import find_state, read_state
+from dflash_train.machine.runs import ask_to_stop, tail
 
 
 @click.command()

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from dflash_train.machine.devices import Device, group_devices, parse_devices
 from dflash_train.machine.launch import start_processes, stop_signals
-from dflash_train.machine.runs import logs_folder
+from dflash_train.machine.run_state import logs_folder
 from dflash_train.machine.torchrun import TorchrunPlace, rank_devices, torchrun_place, torchrun_store
 from dflash_train.stage1_target.events import Event, Note, Progress, Report, Tokenising
 from dflash_train.stage1_target.extract_config import ExtractConfig

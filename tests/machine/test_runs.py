@@ -21,15 +21,8 @@ from click.testing import CliRunner, Result
 from dflash_train.cli import main
 from dflash_train.errors import InputError
 from dflash_train.machine import runs
-from dflash_train.machine.runs import (
-    ProcessIdentity,
-    Recorder,
-    RunState,
-    ask_to_stop,
-    find_state,
-    read_state,
-    recording,
-)
+from dflash_train.machine.run_state import ProcessIdentity, RunState, find_state, read_state
+from dflash_train.machine.runs import Recorder, ask_to_stop, recording
 
 RUN = """
 import sys, time
