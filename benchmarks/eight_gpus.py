@@ -30,32 +30,32 @@ import json
 import math
 import os
 import platform
-import re
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from dflash_train.benchmarks.eight_gpus_table import PROOFS, first_gpu, table
 from dflash_train.benchmarks.random_target import GEOMETRIES, draw_lengths, make_samples
+from dflash_train.benchmarks.running_command import (
+    END_SECONDS,
+    SKIPPED_STEPS,
+    Command,
+    extract_rate,
+    train_rate,
+    training_steps,
+)
 from dflash_train.machine.devices import parse_devices
-from dflash_train.machine.launch import last_lines
-from dflash_train.machine.run_state import logs_folder
 from dflash_train.store.reader import StoreReader
 from dflash_train.store.verify import verify_store
-from dflash_train.units import format_bytes
 
 PHASES = ("one", "all", "trainers", "both", "swapped")
-SKIPPED_STEPS = 5
 WINDOW_STEPS = 6  # a window has at least these
-END_SECONDS = 60.0  # for a command whose process was killed, or for the processes of a killed command
 VERIFY_SECONDS = 15.0  # of the time left, for reading a store once more
 LEAST_RAM_BYTES = 120 << 30
 SMALL = {
@@ -75,57 +75,6 @@ class Failed(Exception):
 
 class OutOfTime(Failed):
     """--seconds are over."""
-
-
-class Command:
-    """A running `dflash` command, a session of its own, and its log."""
-
-    def __init__(self, name: str, log: Path, words: Sequence[object]) -> None:
-        self.name, self.log, self.words = name, log, list(map(str, words))
-        self._output = log.open("ab")
-        self._place = log.stat().st_size  # another start may have the same log
-        self._end: int | None = None
-        command = [sys.executable, "-m", "dflash_train.cli", *self.words]
-        self.popen = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True)
-
-    def output(self) -> str:
-        """What it has said so far."""
-        return self.log.read_bytes()[self._place : self._end].decode(errors="replace")
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        """The JSON lines of one kind, with their time in seconds since the epoch."""
-        found = []
-        for line in self.output().splitlines():
-            if line.startswith("{") and line.endswith("}") and f'"event": "{kind}"' in line:
-                values = json.loads(line)
-                found.append(values | {"at": datetime.fromisoformat(values["time"]).timestamp()})
-        return found
-
-    def option(self, name: str) -> Path:
-        return Path(self.words[self.words.index(name) + 1])
-
-    def children(self) -> list[int]:
-        """Process ids of its workers or ranks."""
-        path = Path(f"/proc/{self.popen.pid}/task/{self.popen.pid}/children")
-        return [int(word) for word in path.read_text().split()]
-
-    def tail(self) -> str:
-        """The last lines of its log and of those of its processes."""
-        folder = self.option("--run") / "logs" if "--run" in self.words else logs_folder(self.option("--store"))
-        logs = [self.log, *sorted(folder.rglob("*.log"), key=lambda path: path.stat().st_mtime)[-8:]]
-        lines = [f"  {path}: {line[:300]}" for path in logs for line in last_lines(path, 12 if path == self.log else 4)]
-        return "\n".join([f"{self.name}: {' '.join(self.words)}", *lines])
-
-    def kill(self) -> None:
-        """End it with all of its processes, and wait until they are gone."""
-        deadline = time.monotonic() + END_SECONDS
-        while _group_runs(self.popen.pid) and time.monotonic() < deadline:
-            with suppress(ProcessLookupError):
-                os.killpg(self.popen.pid, signal.SIGKILL)
-            time.sleep(0.05)
-        self.popen.wait()
-        self._output.close()
-        self._end = self._end or self.log.stat().st_size
 
 
 class Benchmark:
@@ -270,82 +219,39 @@ class Benchmark:
         events, least = command.events("progress"), 2 * self.sizes["batch_tokens"]
         return bool(events) and all(worker["num_tokens"] >= least for worker in events[-1]["workers"])
 
-    def extract_rate(self, command: Command, began: float) -> dict[str, Any]:
-        """Tokens/s between the last progress line before `began` and the newest one, in all and by worker."""
-        events = command.events("progress")
-        before = [values for values in events if values["at"] < began and values["workers"]]
-        events = before[-1:] + [values for values in events if values["at"] >= began]
-        if len(events) < 2:
-            return {"tokens_per_second": None, "by_worker": []}
-        first, last = events[0], events[-1]
-        seconds = last["at"] - first["at"]
-        pairs = zip(first["workers"], last["workers"], strict=True)
-        return {
-            "tokens_per_second": (last["num_tokens"] - first["num_tokens"]) / seconds,
-            "by_worker": [(b["num_tokens"] - a["num_tokens"]) / seconds for a, b in pairs],
-            "seconds": seconds,
-        }
-
-    def steps(self, command: Command) -> list[dict[str, Any]]:
-        """Training steps of a run so far, from its metrics."""
-        path = command.option("--run") / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        values = [json.loads(line) for line in lines if line.endswith("}")]
-        return [line for line in values if line["kind"] == "train"]
-
-    def train_rate(self, command: Command, first: int = SKIPPED_STEPS) -> dict[str, Any]:
-        """Rows/s and shares of waiting over the steps after the first few, or those given."""
-        steps = [line for line in self.steps(command)[first:] if line["tokens"]]
-        if len(steps) < 3:
-            return {"rows_per_second": None, "wait_share": None, "steps": len(steps)}
-        seconds = [line["tokens"] / line["tokens_per_second"] for line in steps]
-        reading = sum(line["wait_share"] * one for line, one in zip(steps, seconds, strict=True))
-        store = sum(line.get("store_wait_seconds", 0.0) for line in steps)
-        whole = sum(seconds) + store
-        compiled = re.findall(r"compiled \d+ graphs in \d+ s", command.output())
-        return {
-            "rows_per_second": len(steps) * self.options.rows_per_step / whole,
-            "tokens_per_second": sum(line["tokens"] for line in steps) / whole,
-            "wait_share": (reading + store) / whole,
-            "store_wait_share": store / whole,
-            "step_seconds": statistics.median(seconds),
-            "steps": len(steps),
-            "compiled": f"{compiled[-1]}, {steps[-1]['recompilations']} recompilations" if compiled else None,
-        }
-
     # -- phases --------------------------------------------------------------------------------------------------------
 
     def one(self) -> None:
-        first = _first(self.options.extract_gpus)
+        first = first_gpu(self.options.extract_gpus)
         command = self.extract("one", first, self.ram / "one.zarr", "--segment-bytes", self.options.segment_bytes)
         self.wait("one GPU extracts", lambda: self.all_run(command))
         self._calibrated = self.ram / "one.zarr"
         began = time.time()
         self.pause(self.options.window)
-        self.results["one"] = self.extract_rate(command, began)
+        self.results["one"] = extract_rate(command, began)
         self.wait("its store has segments", lambda: len(_segments(self.ram / "one.zarr")) >= 2)
 
     def all(self) -> None:
         self._need_one()
-        trainer = self.train("train-one", _first(self.options.train_gpus), self.ram / "one.zarr")
+        trainer = self.train("train-one", first_gpu(self.options.train_gpus), self.ram / "one.zarr")
         command = self.extract("all", self.options.extract_gpus, self.ram / "all.zarr")
         self.wait("all GPUs extract", lambda: self.all_run(command))
         began = time.time()
         self.pause(self.options.window)
-        self.results["all"] = self.extract_rate(command, began)
+        self.results["all"] = extract_rate(command, began)
         self.end(command)
-        self.wait("one GPU trains", lambda: len(self.steps(trainer)) >= SKIPPED_STEPS + WINDOW_STEPS)
-        self.results["train_one"] = self.train_rate(trainer)
+        self.wait("one GPU trains", lambda: len(training_steps(trainer)) >= SKIPPED_STEPS + WINDOW_STEPS)
+        self.results["train_one"] = train_rate(trainer, self.options.rows_per_step)
         self.clear()
         shutil.rmtree(self.ram / "all.zarr", ignore_errors=True)
 
     def trainers(self) -> None:
         self._need_one()
         trainer = self.train("train-all", self.options.train_gpus, self.ram / "one.zarr")
-        self.wait("all trainers train", lambda: len(self.steps(trainer)) > SKIPPED_STEPS)
+        self.wait("all trainers train", lambda: len(training_steps(trainer)) > SKIPPED_STEPS)
         self.pause(self.options.window)
-        self.wait("enough steps", lambda: len(self.steps(trainer)) >= SKIPPED_STEPS + WINDOW_STEPS)
-        self.results["train_all"] = self.train_rate(trainer)
+        self.wait("enough steps", lambda: len(training_steps(trainer)) >= SKIPPED_STEPS + WINDOW_STEPS)
+        self.results["train_all"] = train_rate(trainer, self.options.rows_per_step)
 
     def _need_one(self) -> None:
         if not _segments(self.ram / "one.zarr"):
@@ -397,15 +303,15 @@ class Benchmark:
             self.pause(self.options.ahead)
             self.wait("the store has segments", lambda: bool(_segments(store)))
             trainer = self.train(*words)
-        self.wait("the trainers follow", lambda: len(self.steps(trainer)) >= 1)
+        self.wait("the trainers follow", lambda: len(training_steps(trainer)) >= 1)
         result["ahead_seconds"] = time.time() - runs
-        result["extract_before"] = self.extract_rate(extract, runs)
-        self.wait("their first steps are done", lambda: len(self.steps(trainer)) > SKIPPED_STEPS)
-        began, num_steps, num_bytes = time.time(), len(self.steps(trainer)), _size(store)
+        result["extract_before"] = extract_rate(extract, runs)
+        self.wait("their first steps are done", lambda: len(training_steps(trainer)) > SKIPPED_STEPS)
+        began, num_steps, num_bytes = time.time(), len(training_steps(trainer)), _size(store)
         self.pause(self.options.window)
-        self.wait("enough steps", lambda: len(self.steps(trainer)) >= num_steps + WINDOW_STEPS)
-        result["extract"] = self.extract_rate(extract, began)
-        result["train"] = self.train_rate(trainer, num_steps)
+        self.wait("enough steps", lambda: len(training_steps(trainer)) >= num_steps + WINDOW_STEPS)
+        result["extract"] = extract_rate(extract, began)
+        result["train"] = train_rate(trainer, self.options.rows_per_step, num_steps)
         result["store_bytes_per_second"] = (_size(store) - num_bytes) / (time.time() - began)
         if kills:
             extract, trainer = self._kill_both(result, extract, trainer, words, starts)
@@ -429,15 +335,15 @@ class Benchmark:
         result |= dict.fromkeys(PROOFS[:3])  # None: not reached
         os.kill(trainer.children()[-1], signal.SIGKILL)
         self.end(trainer, wait=True)  # one rank's death ends the run
-        num_tokens, num_steps = extract.events("progress")[-1]["num_tokens"], len(self.steps(trainer))
+        num_tokens, num_steps = extract.events("progress")[-1]["num_tokens"], len(training_steps(trainer))
         trainer = self.train(*words)
         self.wait(
             "a rank was killed, the extract goes on", lambda: extract.events("progress")[-1]["num_tokens"] > num_tokens
         )
         result["extract_went_on_without_trainer"] = True
-        self.wait("the trainer, started again, goes on", lambda: len(self.steps(trainer)) > num_steps)
+        self.wait("the trainer, started again, goes on", lambda: len(training_steps(trainer)) > num_steps)
         result["trainer_resumed"] = "going on from" in trainer.output()
-        num_steps, workers = len(self.steps(trainer)), extract.children()
+        num_steps, workers = len(training_steps(trainer)), extract.children()
         os.kill(workers[-1], signal.SIGKILL)
         if len(workers) == 1:
             self.end(extract, wait=True)
@@ -452,17 +358,17 @@ class Benchmark:
             self.end(extract)
         extract = self.start(extract.name, *extract.words)
         starts.append(extract)
-        self.wait("no extract runs, the trainer goes on", lambda: len(self.steps(trainer)) > num_steps + 3)
+        self.wait("no extract runs, the trainer goes on", lambda: len(training_steps(trainer)) > num_steps + 3)
         result["trainer_went_on_without_extract"] = not extract.events("progress")
         self.wait("the extract, started again, goes on", lambda: self.all_run(extract))
         result["extract_resumed"] = True
-        result["train_beside_start"] = self.train_rate(trainer, num_steps)
+        result["train_beside_start"] = train_rate(trainer, self.options.rows_per_step, num_steps)
         result["steps_in_order"] = self._in_order(trainer)
         return extract, trainer
 
     def _in_order(self, trainer: Command) -> bool:
         """Whether metrics.jsonl has every step once."""
-        steps = [line["step"] for line in self.steps(trainer)]
+        steps = [line["step"] for line in training_steps(trainer)]
         return steps == list(range(1, len(steps) + 1))
 
     def _compare(self, result: dict[str, Any], starts: Sequence[Command], store: Path) -> None:
@@ -481,17 +387,6 @@ class Benchmark:
         if time.monotonic() + VERIFY_SECONDS < self.deadline:
             result["damaged"] = len(verify_store(store).problems)
             self.say(f"{len(reader.samples):,} samples stored, {committed:,} were reported, every byte is checked")
-
-
-PROOFS = (
-    "extract_went_on_without_trainer",
-    "trainer_resumed",
-    "trainer_went_on_without_extract",
-    "other_workers_went_on",
-    "extract_resumed",
-    "steps_in_order",
-    "finished",
-)
 
 
 class Watch:
@@ -522,22 +417,8 @@ class Watch:
         return {str(index): used for index, used in sorted(self._memory.items())}
 
 
-def _group_runs(group: int) -> bool:
-    """Whether a process of a session that we started is left."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, _parent, number = path.read_text().rpartition(")")[2].split()[:3]
-            if int(number) == group and state != "Z":
-                return True
-    return False
-
-
 def _tokens(extract: Command, worker: int) -> int:
     return int(extract.events("progress")[-1]["workers"][worker]["num_tokens"])
-
-
-def _first(gpus: str) -> str:
-    return "cpu:1" if gpus.startswith("cpu") else re.split("[-,]", gpus)[0]
 
 
 def _count(gpus: str) -> int:
@@ -579,66 +460,6 @@ def disk_rate(folder: Path, num_bytes: int) -> float:
     seconds = time.monotonic() - began
     path.unlink()
     return max(1, num_bytes // len(block)) * len(block) / seconds
-
-
-def _ratio(value: float | None, base: float | None) -> str:
-    return f"{value / base:.2f}x" if value and base else "–"
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
-
-
-def table(results: dict[str, Any], options: argparse.Namespace) -> str:
-    """The results as a Markdown table."""
-    one, every = results.get("one", {}), results.get("all", {})
-    train_one, train_all = results.get("train_one", {}), results.get("train_all", {})
-    lines = ["| what | GPUs | rate | against one | waiting |", "|---|---|---|---|---|"]
-
-    def add(what: str, gpus: str, rate: float | None, unit: str, base: float | None, waiting: float | None) -> None:
-        if rate is None:
-            return
-        share = "–" if waiting is None else f"{waiting:.1%}"
-        lines.append(f"| {what} | {gpus} | {_number(rate)} {unit} | {_ratio(rate, base)} | {share} |")
-
-    extract_one, rows_one = one.get("tokens_per_second"), train_one.get("rows_per_second")
-    add("extract, RAM disk", _first(options.extract_gpus), extract_one, "tokens/s", None, None)
-    add("extract, RAM disk", options.extract_gpus, every.get("tokens_per_second"), "tokens/s", extract_one, None)
-    add("train", _first(options.train_gpus), rows_one, "rows/s", None, train_one.get("wait_share"))
-    rows_all = train_all.get("rows_per_second")
-    add("train", options.train_gpus, rows_all, "rows/s", rows_one, train_all.get("wait_share"))
-    sets = [("both", options.extract_gpus, options.train_gpus), ("swapped", options.train_gpus, options.extract_gpus)]
-    for name, extract_gpus, train_gpus in sets:
-        if (found := results.get(name)) is None:
-            continue
-        before, beside = found.get("extract_before", {}), found.get("extract", {})
-        train, again = found.get("train", {}), found.get("train_beside_start", {})
-        alone = before.get("tokens_per_second")
-        add(f"{name}: extract, before the first step", extract_gpus, alone, "tokens/s", extract_one, None)
-        base = extract_one or alone
-        add(f"{name}: extract", extract_gpus, beside.get("tokens_per_second"), "tokens/s", base, None)
-        rows = train.get("rows_per_second")
-        add(f"{name}: train --follow", train_gpus, rows, "rows/s", rows_one, train.get("wait_share"))
-        if again:
-            rate, waiting = again["rows_per_second"], again["wait_share"]
-            add(f"{name}: the same while extract starts again", train_gpus, rate, "rows/s", rows_one or rows, waiting)
-        if "ahead_seconds" in found:
-            lines.append(f"| {name}: store ahead of the first step | – | {found['ahead_seconds']:.0f} s | – | – |")
-        if (rate := found.get("store_bytes_per_second")) is not None:
-            share = rate / results["disk_bytes_per_second"]
-            lines.append(f"| {name}: written to the store | – | {format_bytes(rate)}/s | {share:.0%} of the disk | – |")
-        if memory := found.get("gpu_memory_bytes"):
-            used = ", ".join(f"{index}: {format_bytes(size)}" for index, size in memory.items())
-            lines.append(f"| {name}: GPU memory | {used} | – | – | – |")
-        if train:
-            lines.append(f"| {name}: compiled | {train.get('compiled') or 'nothing: CPU'} | – | – | – |")
-        if "samples" in found:
-            counts = f"{found['samples']:,}, {found['lost']}, {found['doubled']}, {found.get('damaged', 'not read')}"
-            lines.append(f"| {name}: samples stored, lost, doubled, problems | – | {counts} | – | – |")
-        said = {True: "yes", False: "NO", None: "not reached"}
-        proofs = [key for key in PROOFS if key in found]
-        lines += [f"| {name}: {key.replace('_', ' ')} | – | {said[found[key]]} | – | – |" for key in proofs]
-    return "\n".join(lines)
 
 
 def main() -> None:
