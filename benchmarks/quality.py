@@ -23,32 +23,34 @@ other trainers do.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
-import re
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-
-from dflash_train.benchmarks.quality_table import BASE, RAW, SCALED, append_result, format_tables, read_results
+from dflash_train.benchmarks.quality_facts import (
+    compile_facts,
+    hash_file,
+    hash_json,
+    planned_rows,
+    questions,
+    read_run,
+    store_bytes,
+)
+from dflash_train.benchmarks.quality_plan import PLANS, STORES, Variant, expand, missing
+from dflash_train.benchmarks.quality_table import append_result, format_tables, read_results
 from dflash_train.machine.devices import parse_devices
 from dflash_train.stage2_drafter.checkpoint import newest_checkpoint
-from dflash_train.stage2_drafter.rows import RowSchedule, split_samples
-from dflash_train.stage2_drafter.run_folder import read_metrics
 from dflash_train.store.calibration import Calibration
 from dflash_train.store.creation import TARGET_FILES, FrozenTarget, create_store, store_lock
 from dflash_train.store.encoding import to_stored
@@ -56,123 +58,9 @@ from dflash_train.store.files import take_lock
 from dflash_train.store.manifest import Manifest
 from dflash_train.store.reader import StoreReader
 
-LAST_STEPS = 50
-"""Steps at the end of a run whose mean is its training loss."""
 GRACE_SECONDS = 15.0
 """For a stopped run to save."""
 PEER_SCRIPT = Path(__file__).with_name("peer_training.py")
-RECOMPILE_LIMIT_PASSED = "torch._dynamo hit config."
-"""How torch's warning begins, of recompile_limit or accumulated_recompile_limit (2.11, _dynamo/convert_frame.py)."""
-
-
-@dataclass(frozen=True)
-class Store:
-    """A store that runs are trained from."""
-
-    name: str
-    words: tuple[str, ...]
-    """Options of extract."""
-    original: bool = False
-    """Of the data set's own answers."""
-    copy_of: str | None = None
-    """The store whose states it has, with a channel scale of ones."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A training run but for its seed."""
-
-    name: str
-    store: str
-    words: tuple[str, ...] = ()
-    """Options of train-drafter, or of a peer's script."""
-    peer: bool = False
-
-
-STORES = {
-    store.name: store
-    for store in (
-        Store(SCALED, ("--encoding", "bf16")),
-        Store(RAW, (), copy_of=SCALED),
-        Store(BASE, ("--encoding", "int8")),
-        Store("projected-int8-H", ("--encoding", "projected-int8", "--rank", "H")),
-        Store("projected-int8-2H", ("--encoding", "projected-int8", "--rank", "2H")),
-        Store("projected-int4-H", ("--encoding", "projected-int4", "--rank", "H")),
-        Store("projected-int4-2H", ("--encoding", "projected-int4", "--rank", "2H")),
-        Store("original", ("--encoding", "int8"), original=True),
-    )
-}
-PLANS: dict[str, tuple[Variant, ...]] = {
-    "encodings": tuple(Variant(name, name) for name in STORES if name != "original"),
-    "precision": (Variant(BASE, BASE), Variant("fp8", BASE, ("--precision", "fp8"))),
-    "recipe": (
-        Variant(BASE, BASE),
-        Variant("block-8", BASE, ("--block-size", "8")),
-        Variant("layers-3", BASE, ("--num-layers", "3")),
-        Variant("layers-1", BASE, ("--num-layers", "1")),
-        Variant("dpace", BASE, ("--loss", "dpace")),
-        Variant("fraction-0.5", BASE, ("--fraction", "0.5")),
-        Variant("fraction-0.25", BASE, ("--fraction", "0.25")),
-        Variant("fraction-0.1", BASE, ("--fraction", "0.1")),
-        Variant("original-answers", "original"),
-    ),
-    "peer": (
-        Variant(RAW, RAW),
-        Variant(SCALED, SCALED),
-        Variant("peer-specforge", SCALED, ("--rule", "specforge", "--features", "raw"), peer=True),
-        Variant("peer-scaled", SCALED, ("--rule", "ours", "--features", "scaled"), peer=True),
-        Variant("peer-our-labels", SCALED, ("--rule", "ours", "--features", "raw"), peer=True),
-    ),
-}
-"""By name; a variant that several have is run once."""
-
-
-def expand(plans: Iterable[str], seeds: Iterable[int], only: Sequence[str] = ()) -> list[tuple[Variant, int]]:
-    """The runs of some plans, each once: all of the first seed, then all of the second."""
-    variants = {variant.name: variant for plan in plans for variant in PLANS[plan]}
-    unknown = set(only) - variants.keys()
-    if unknown:
-        raise SystemExit(f"{', '.join(sorted(unknown))}: no variants of these plans, which have {', '.join(variants)}")
-    chosen = [variant for name, variant in variants.items() if not only or name in only]
-    return [(variant, seed) for seed in seeds for variant in chosen]
-
-
-def missing(
-    runs: Sequence[tuple[Variant, int]], lines: Sequence[dict[str, Any]], steps: int, settings: dict[str, Any]
-) -> list[tuple[Variant, int]]:
-    """Those runs that no line has, with these steps and settings."""
-    done = {
-        (line["variant"], line["seed"]) for line in lines if line["steps"] == steps and line["settings"] == settings
-    }
-    return [(variant, seed) for variant, seed in runs if (variant.name, seed) not in done]
-
-
-def planned_rows(
-    store: Path, segments: Sequence[str] | None, seed: int, steps: int, options: argparse.Namespace, fraction: float
-) -> tuple[dict[str, Any], list[int]]:
-    """What a run of train-drafter trains on: a hash of the sample ids of all its rows in order, and each step's tokens.
-
-    Planned by the trainer's own functions from the samples of these segments.
-    """
-    reader = StoreReader(store, segments)
-    samples = reader.samples
-    ids, lengths = np.asarray(samples["id"]), np.asarray(samples["length"]).astype(np.int64)
-    training, _ = split_samples(ids, np.asarray(samples["group"]), options.holdout, fraction)
-    schedule = RowSchedule(lengths, training, seed=seed, row_tokens=options.row_tokens, epochs=None)
-    hashed, tokens = hashlib.blake2b(digest_size=8), []
-    for step in range(steps):
-        rows = [schedule.samples(key) for key in schedule.step_keys(step, options.rows_per_step, 0, 1) if key]
-        for row in rows:
-            hashed.update(ids[row].astype("<i8").tobytes() + b"|")
-        tokens.append(int(sum(lengths[row].sum() for row in rows)))
-    record = {
-        "hash": hashed.hexdigest(),
-        "samples": len(training),
-        "tokens": int(lengths[training].sum()),
-        "supervised_tokens": int(np.asarray(samples["supervised"])[training].sum()),
-        "passes": sum(tokens) / max(int(lengths[training].sum()), 1),
-    }
-    return record, tokens
 
 
 def copy_as_tapped(source: Path, copy: Path) -> None:
@@ -196,65 +84,12 @@ def copy_as_tapped(source: Path, copy: Path) -> None:
         shutil.copytree(source / "segments" / segment, copy / "segments" / segment, copy_function=os.link)
 
 
-def store_bytes(store: Path) -> dict[str, float]:
-    """Bytes a token: of features and scales, of all arrays of a segment, and of the whole folder with the target's tables."""
-    reader = StoreReader(store)
-    encoding = reader.encoding
-    num_tokens = max(int(reader.samples["length"].sum()), 1)
-    whole = sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
-    features = encoding.num_columns * encoding.storage_dtype.itemsize + 4 * encoding.num_scales
-    return {"features": features, "arrays": encoding.bytes_per_token, "store": whole / num_tokens}
-
-
-def questions(path: Path) -> set[str]:
-    """The first question of every conversation of a jsonl file, without its spaces at either end."""
-    found = set()
-    for line in path.read_bytes().split(b"\n"):  # text may hold line separators of its own
-        turns = (json.loads(line) if line else {}).get("messages") or ()
-        found |= {str(turn["content"]).strip() for turn in turns if turn["role"] == "user" and "content" in turn}
-    return found
-
-
-def read_run(run: Path) -> dict[str, Any]:
-    """Losses, held-out evaluation and waits from a run's metrics."""
-    steps = read_metrics(run) if (run / "metrics.jsonl").exists() else []
-    held_out = read_metrics(run, "evaluation") if steps else []
-    losses = [line["loss"] for line in steps[-LAST_STEPS:] if line["loss"] is not None]
-    seconds = [line["tokens"] / line["tokens_per_second"] for line in steps if line.get("tokens_per_second")]
-    waits = [line["wait_share"] for line in steps if line.get("tokens_per_second")]
-    named = ("loss", "cross_entropy", "acceptance_length", "accuracy", "rows")
-    return {
-        "training_loss": statistics.fmean(losses) if losses else None,
-        "held_out": {name: held_out[-1].get(name) for name in named} if held_out else None,
-        "skipped_steps": sum(bool(line.get("skipped")) for line in steps),
-        "step_seconds": statistics.median(seconds) if seconds else None,
-        "wait_share": sum(a * b for a, b in zip(seconds, waits, strict=True)) / sum(seconds) if seconds else None,
-        "step_tokens": [line["tokens"] for line in steps],
-    }
-
-
 class OutOfTime(Exception):
     """The run was stopped, or not begun, because the seconds are over."""
 
 
 class Failed(Exception):
     """A command ended with a failure."""
-
-
-def compile_facts(text: str) -> dict[str, Any]:
-    """What a run's log says of compilation; None for what it does not say.
-
-    Ours ends at the first graph after its warm-up, the peer's step goes on: it makes graphs as shapes come, up to torch's
-    limit, of which torch warns once a function, and beyond which that function is not compiled.
-    """
-    ours = re.findall(r"compiled (\d+) graphs? in (\d+) s, ([\d,]+) recompilations?", text)
-    *_, peers = [None, *re.finditer(r"(\d+) graphs compiled\. Measure it by", text)]
-    found = ours[-1] if ours else (None if peers is None else peers[1], None, None)
-    numbers = [None if number is None else int(number.replace(",", "")) for number in found]
-    return {
-        **dict(zip(("graphs", "compile_seconds", "recompilations"), numbers, strict=True)),
-        "recompile_limit_passed": None if peers is None else RECOMPILE_LIMIT_PASSED in text[: peers.start()],
-    }
 
 
 class Benchmark:
@@ -279,8 +114,8 @@ class Benchmark:
             "holdout": options.holdout,
             "mask_token": options.mask_token,
             "taps": options.target_layers or options.num_taps,
-            "data": _hash(options.data),
-            "held_out_prompts": _hash(options.held_out),
+            "data": hash_file(options.data),
+            "held_out_prompts": hash_file(options.held_out),
             "max_prompts": options.max_prompts,
             "max_new_tokens": options.max_new_tokens,
             "measured_by": "decoding" if options.decode else "replay",
@@ -395,14 +230,14 @@ class Benchmark:
 
     def _data_hash(self, name: str) -> str:
         data = self.options.original if STORES[name].original else self.options.data
-        return f"{_hash(data)} {self.settings['taps']} {self.options.calibration_tokens}"
+        return f"{hash_file(data)} {self.settings['taps']} {self.options.calibration_tokens}"
 
     # -- runs ----------------------------------------------------------------------------------------------------------
 
     def run(self, variant: Variant, seed: int) -> None:
         """Train, evaluate, and append the line."""
         options, began = self.options, time.monotonic()
-        run = self.folder / "runs" / f"{variant.name}-seed-{seed}-steps-{options.steps}-{_hash_json(self.settings)}"
+        run = self.folder / "runs" / f"{variant.name}-seed-{seed}-steps-{options.steps}-{hash_json(self.settings)}"
         run.parent.mkdir(exist_ok=True)
         log = run.with_suffix(run.suffix + ".log")
         cache = self._compile_cache(variant)
@@ -471,7 +306,7 @@ class Benchmark:
         options = self.options
         encoding = "peer" if variant.peer else str(StoreReader(self.path(variant.store)).encoding.num_features)
         shape = [encoding, options.row_tokens, options.anchors, *options.train_options, *variant.words]
-        path: Path = self.folder / "compile-caches" / _hash_json(shape)
+        path: Path = self.folder / "compile-caches" / hash_json(shape)
         return path
 
     def _keep_cache(self, own: Path, cache: Path) -> None:
@@ -595,14 +430,6 @@ class Benchmark:
         left = missing(runs, self.lines, options.steps, self.settings)
         self.say(f"{len(left)} of {len(runs)} runs are left, {len(self.failures)} failures")
         return 1 if self.failures else 0
-
-
-def _hash(path: Path | None) -> str:
-    return "" if path is None else hashlib.blake2b(path.read_bytes(), digest_size=6).hexdigest()
-
-
-def _hash_json(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=6).hexdigest()
 
 
 def _revision() -> str | None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_train.benchmarks import peer_training, quality, quality_data, quality_table
+from dflash_train.benchmarks import peer_training, quality, quality_data, quality_facts, quality_plan, quality_table
 from dflash_train.benchmarks.random_target import make_target
 from dflash_train.store.reader import StoreReader
 
@@ -40,28 +40,28 @@ def line(variant: str, seed: int, length: float, **more: Any) -> dict[str, Any]:
 
 
 def test_plans_share_runs_and_take_whole_seeds_in_turn() -> None:
-    runs = quality.expand(("encodings", "recipe", "precision"), (0, 1))
+    runs = quality_plan.expand(("encodings", "recipe", "precision"), (0, 1))
     assert len(runs) == len({(variant.name, seed) for variant, seed in runs})
     seeds = [seed for _, seed in runs]
     assert seeds == sorted(seeds) and seeds.count(0) == seeds.count(1) == 7 + 8 + 1
     assert [variant.name for variant, _ in runs][:2] == ["bf16", "bf16-as-tapped"]
-    assert [variant.name for variant, _ in quality.expand(("recipe",), (5,), ("dpace",))] == ["dpace"]
+    assert [variant.name for variant, _ in quality_plan.expand(("recipe",), (5,), ("dpace",))] == ["dpace"]
     with pytest.raises(SystemExit, match="bf15: no variants of these plans"):
-        quality.expand(("recipe",), (5,), ("bf15",))
+        quality_plan.expand(("recipe",), (5,), ("bf15",))
 
 
 def test_every_variant_of_a_table_is_run_by_a_plan() -> None:
-    planned = {variant.name for plan in quality.PLANS.values() for variant in plan}
+    planned = {variant.name for plan in quality_plan.PLANS.values() for variant in plan}
     tabled = {name for variants in quality_table.RECIPES.values() for name in variants}
     assert tabled | set(quality_table.ENCODINGS) | {"fp8"} <= planned <= quality_table.MEANINGS.keys()
 
 
 def test_only_finished_runs_with_the_same_settings_are_skipped(tmp_path: Path) -> None:
-    runs = quality.expand(("precision",), (0, 1))
+    runs = quality_plan.expand(("precision",), (0, 1))
     path = tmp_path / "results.jsonl"
     lines = [line("int8", 0, 2.0), line("fp8", 0, 2.0, steps=20), line("fp8", 1, 2.0, settings={"lr": 0.1})]
     path.write_text("".join(json.dumps(entry) + "\n" for entry in lines) + '{"variant": "int8", "se')
-    left = quality.missing(runs, quality_table.read_results(path), 10, SETTINGS)
+    left = quality_plan.missing(runs, quality_table.read_results(path), 10, SETTINGS)
     assert [(variant.name, seed) for variant, seed in left] == [("fp8", 0), ("int8", 1), ("fp8", 1)]
 
 
@@ -84,7 +84,7 @@ class NoCommands(quality.Benchmark):
             Path(str(words[words.index("--output") + 1])).write_text(json.dumps({"acceptance_length": None}))
 
     def _line(
-        self, variant: quality.Variant, seed: int, run: Path, log: Path, report: dict[str, Any]
+        self, variant: quality_plan.Variant, seed: int, run: Path, log: Path, report: dict[str, Any]
     ) -> dict[str, Any]:
         return report
 
@@ -102,7 +102,7 @@ def test_a_run_without_a_round_is_a_failure_and_no_line(tmp_path: Path, monkeypa
     benchmark = make_benchmark(tmp_path)
     monkeypatch.setattr(benchmark, "_compile_cache", lambda variant: tmp_path / "none")
     with pytest.raises(quality.Failed, match="int8, seed 0: no round was measured"):
-        benchmark.run(quality.Variant("int8", "int8"), 0)
+        benchmark.run(quality_plan.Variant("int8", "int8"), 0)
     assert not (tmp_path / "results.jsonl").exists()
 
 
@@ -117,23 +117,23 @@ def test_a_peer_runs_on_the_gpu_that_was_named(tmp_path: Path, monkeypatch: pyte
         return 0
 
     monkeypatch.setattr(benchmark, "call", call)
-    benchmark._train_peer(quality.PLANS["peer"][2], 0, tmp_path / "run", tmp_path / "log")
+    benchmark._train_peer(quality_plan.PLANS["peer"][2], 0, tmp_path / "run", tmp_path / "log")
     assert called[0]["CUDA_VISIBLE_DEVICES"] == "GPU-b"
 
 
 def test_a_line_has_the_graphs_of_ours_and_of_the_peers_and_whether_torchs_limit_was_passed() -> None:
     ours = "step 10\ncompiled 6 graphs in 31 s, 0 recompilations in 2,500 steps\n"
     facts = {"graphs": 6, "compile_seconds": 31, "recompilations": 0, "recompile_limit_passed": None}
-    assert quality.compile_facts(ours) == facts
+    assert quality_facts.compile_facts(ours) == facts
     once = "compiled 1 graph in 31 s, 1 recompilation in 1 step\n"
-    assert quality.compile_facts(once) == {**facts, "graphs": 1, "recompilations": 1}
-    assert set(quality.compile_facts("nothing compiled").values()) == {None}
+    assert quality_facts.compile_facts(once) == {**facts, "graphs": 1, "recompilations": 1}
+    assert set(quality_facts.compile_facts("nothing compiled").values()) == {None}
     assert peer_training.closing_line({"steps": 2500, "seconds": 99.6, "ms_per_step": None, "graphs": 0}).endswith(
         "2,500 steps in 100 s, median 0.0 ms, 0 graphs compiled. Measure it by:"
     )
     result = {"steps": 2500, "seconds": 99.6, "ms_per_step": 31.25, "graphs": 17}
     facts = {"graphs": 17, "compile_seconds": None, "recompilations": None, "recompile_limit_passed": False}
-    assert quality.compile_facts(peer_training.closing_line(result)) == facts
+    assert quality_facts.compile_facts(peer_training.closing_line(result)) == facts
     # the warning as this torch words it
     compiled = """import torch
 torch._dynamo.config.recompile_limit = 1
@@ -143,9 +143,9 @@ for size in range(2, 5):
 """
     command = [sys.executable, "-c", compiled]
     log = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True).stdout
-    assert quality.compile_facts(peer_training.closing_line(result) + log) == facts, "an evaluation's warning"
+    assert quality_facts.compile_facts(peer_training.closing_line(result) + log) == facts, "an evaluation's warning"
     facts["recompile_limit_passed"] = True
-    assert quality.compile_facts(log + peer_training.closing_line(result)) == facts
+    assert quality_facts.compile_facts(log + peer_training.closing_line(result)) == facts
 
 
 def test_a_copy_that_fails_does_not_stop_the_runs_of_other_stores(
@@ -219,7 +219,7 @@ def test_tables_have_a_row_a_variant_and_tell_settings_apart() -> None:
 
 
 def test_ours_is_held_against_both_rules_of_the_peer() -> None:
-    runs = [(variant.name, seed) for variant in quality.PLANS["peer"] for seed in range(3)]
+    runs = [(variant.name, seed) for variant in quality_plan.PLANS["peer"] for seed in range(3)]
     shifts = {"peer-specforge": (0.0, 0.01, 0.02), "peer-our-labels": (0.2, 0.3, 0.2), "bf16": (0.02, 0.0, 0.0)}
     lines = [line(name, seed, 2.0 + seed + shifts.get(name, (0.0,) * 3)[seed]) for name, seed in runs]
     for entry in lines:
@@ -307,5 +307,5 @@ def test_cut_and_run_again_trains_all_variants_on_the_same_rows(tmp_path: Path) 
     assert scaled.calibration.channel_scale.ne(1).any()
     np.testing.assert_array_equal(tapped.read(7).features, scaled.read(7).features)
     other = argparse.Namespace(holdout=0.03, row_tokens=512, rows_per_step=1)
-    record, tokens = quality.planned_rows(tmp_path / "work/stores/bf16.zarr", None, 1, 5, other, 1.0)
+    record, tokens = quality_facts.planned_rows(tmp_path / "work/stores/bf16.zarr", None, 1, 5, other, 1.0)
     assert record["hash"] != lines[0]["rows"]["hash"] and len(tokens) == 5
