@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from dflash_train.errors import InputError
 from dflash_train.stage1_target import asking, chat_server, generator, generator_pool, messages, preparation
@@ -39,7 +40,7 @@ from dflash_train.stage1_target.generator import (
 from dflash_train.stage1_target.regenerate import RegenerateConfig, make_settings, regenerate
 from dflash_train.stage1_target.samples import DataConfig, prepare_samples
 from dflash_train.stage1_target.sources import open_source
-from dflash_train.stage1_target.target import Target, load_target
+from dflash_train.stage1_target.target import Target, load_target, make_target
 from dflash_train.stage1_target.target_config import TargetConfig, load_tokenizer
 from dflash_train.stage1_target.tokenization import ChatRenderer, hash_chat_template
 
@@ -192,6 +193,45 @@ def test_a_second_turn_is_asked_with_the_targets_own_first_answer(config: Regene
         assert num_two, "some conversation got to its second turn"
     finally:
         target.tokenizer.chat_template = template
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "attention"])
+def test_prompts_of_a_recurrent_target_share_a_batch_only_where_they_are_equally_long(
+    kind: str, config: RegenerateConfig, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padding would go through the RG-LRU layers of RecurrentGemma, which take no mask."""
+    target = load_target(config.target, (0,), "cpu")
+    if kind == "recurrent":
+        shape: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+        shape |= {
+            "num_key_value_heads": 1,
+            "intermediate_size": 96,
+            "attention_window_size": 16,
+            "logits_soft_cap": 1e6,
+        }
+        torch.manual_seed(0)
+        ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.RecurrentGemmaConfig(vocab_size=len(tiny_tokenizer), **shape, **ids)
+        ).eval()
+        for parameter in model.parameters():
+            parameter.requires_grad_(False).normal_(std=0.5)
+        target = make_target(TargetConfig(name="tiny-recurrent"), model, tiny_tokenizer, (0,))
+    answering = Generator(target, replace(config, temperature=0.0, keep_unfinished=True))
+    texts = ["one", "one two three four", "two", "ten nine eight seven", "three four five six seven eight nine"]
+    dialogues = [make_dialogue("prompt", {"prompt": text}) for text in texts]
+    alone = [outcome for dialogue in dialogues for outcome in answering.run([dialogue])]
+    assert len({str(outcome.messages[-1]["content"]) for outcome in alone}) == len(texts)
+    sizes: list[int] = []
+    generate_tokens = generator.generate_tokens
+
+    def counting(target: Target, prompts: Any, *arguments: Any) -> list[list[int]]:
+        sizes.append(len(prompts))
+        return generate_tokens(target, prompts, *arguments)
+
+    monkeypatch.setattr(generator, "generate_tokens", counting)
+    assert answering.run(dialogues) == alone
+    assert sizes == ([2, 2, 1] if kind == "recurrent" else [5])
 
 
 def test_draws_follow_the_distribution_and_only_their_own_seed(config: RegenerateConfig) -> None:
