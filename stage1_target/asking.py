@@ -126,8 +126,11 @@ def _converse(
                 return None
             exchange.end(str(error), failed=True)
             break
-        finished = choice["finish_reason"] != "length"
-        exchange.answer(_message(choice["message"]), int(choice["usage"].get("completion_tokens") or 0), finished)
+        num_tokens = int(choice["usage"].get("completion_tokens") or 0)
+        if choice["finish_reason"] == "content_filter":
+            exchange.drop("the server's content filter stopped an answer", num_tokens)
+        else:
+            exchange.answer(_message(choice["message"]), num_tokens, choice["finish_reason"] != "length")
     return exchange.outcome()
 
 

@@ -108,6 +108,11 @@ class Exchange:
                 self.end(unfinished or called)
             self.done = self.done or not more
 
+    def drop(self, reason: str, num_tokens: int) -> None:
+        """Take no answer, though the target wrote some of one; that ends the conversation."""
+        self.num_tokens += num_tokens
+        self.end(reason)
+
     def end(self, reason: str | None, failed: bool = False) -> None:
         """No more answers."""
         self.done, self._reason, self._failed = True, reason, failed

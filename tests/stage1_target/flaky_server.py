@@ -94,7 +94,7 @@ class Handler(BaseHTTPRequestHandler):
             message = {"role": "assistant", "content": f"answer to {question}", "reasoning_content": None}
             if "think" in question:
                 message["reasoning_content"] = "hm"
-            reason = "length" if "endless" in question else "stop"
+            reason = "length" if "endless" in question else "content_filter" if "filtered" in question else "stop"
             usage = {"completion_tokens": 7}
             body = {"choices": [{"message": message, "finish_reason": reason}], "usage": usage}
             self.reply(200, json.dumps(body).encode())

@@ -572,6 +572,22 @@ def test_beside_a_server_the_template_of_a_local_target_is_recorded_where_it_has
     assert json.loads(settings_path(config.output).read_text())["chat_template_hash"] == wanted
 
 
+def test_what_a_content_filter_stopped_is_left_out_with_the_turns_after_it(
+    by_server: RegenerateConfig, start_server: Callable[..., str], tmp_path: Path
+) -> None:
+    rows = [{"turns": turns} for turns in (["filtered", "never asked"], ["fine", "filtered", "never asked"], ["fine"])]
+    source = write_rows(tmp_path / "filtered.jsonl", rows)
+    config = replace(by_server, source=str(source), server=start_server(), keep_unfinished=True)
+    result = regenerate(config)
+    reason = "the server's content filter stopped an answer"
+    assert (result.failures, result.left_out, result.num_cut, result.num_tokens) == ([], {reason: 1}, 1, 4 * 7)
+    cut, whole = sorted(read_rows(config.output), key=lambda row: "cut" not in row)
+    assert cut["cut"] == reason and cut["messages"] == whole["messages"] == [user("fine"), assistant("answer to fine")]
+    [left_out] = read_rows(config.output.with_name(f"{config.output.name}.left-out"))
+    assert left_out["reason"] == reason
+    assert f"left out: {reason} (1 time)" in result.lines()
+
+
 def test_what_fails_is_named_and_asked_again_by_the_next_run(
     by_server: RegenerateConfig, start_server: Callable[..., str], tmp_path: Path
 ) -> None:
