@@ -68,7 +68,10 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, request: dict[str, Any], mood: int) -> None:
         question = request["messages"][-1]["content"]
         if "refuse" in question:
-            self.reply(400, b'{"error": {"message": "I will not"}}')
+            status, words = (
+                (400, "I will not") if "long" not in question else (413, f"{len(question)} letters are too many")
+            )
+            self.reply(status, json.dumps({"error": {"message": words}}).encode())
         elif "always broken" in question or mood == 0:
             self.reply(500, b"out of order")
         elif mood == 1:

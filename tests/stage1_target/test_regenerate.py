@@ -591,19 +591,58 @@ def test_what_a_content_filter_stopped_is_left_out_with_the_turns_after_it(
 def test_what_fails_is_named_and_asked_again_by_the_next_run(
     by_server: RegenerateConfig, start_server: Callable[..., str], tmp_path: Path
 ) -> None:
-    rows = [{"prompt": f"{kind} {n}"} for n in range(4) for kind in ("fine", "refuse", "always broken")]
+    rows = [{"prompt": f"{kind} {n}"} for n in range(4) for kind in ("fine", "always broken")]
     source = write_rows(tmp_path / "bad.jsonl", rows)
     config = replace(by_server, source=str(source), server=start_server(), retries=2)
     result = regenerate(config)
     assert (result.outcome, result.exit_status, result.num_conversations) == ("failed", 1, 4)
-    assert sorted(result.failures) == [
-        "4 failed: the server failed 3 times, at last: HTTP 500 (out of order)",
-        "4 failed: the server refuses the request: HTTP 400 (I will not)",
-    ]
+    assert result.failures == ["4 failed: the server failed 3 times, at last: HTTP 500 (out of order)"]
     assert result.lines()[-1].endswith("holds 4 conversations; run again to go on")
     before = len(read_rows(tmp_path / "server" / "requests.jsonl"))
     assert regenerate(replace(config, retries=0)).num_new == 0
-    assert len(read_rows(tmp_path / "server" / "requests.jsonl")) == before + 8
+    assert len(read_rows(tmp_path / "server" / "requests.jsonl")) == before + 4
+
+
+def test_what_the_server_refuses_is_left_out_with_its_words_and_not_asked_again(
+    by_server: RegenerateConfig, start_server: Callable[..., str], tmp_path: Path
+) -> None:
+    """Although refusals are back before any answer, and more are refused than may be before the first answer."""
+    long = [["refuse, for long is " + "x" * n] for n in range(20)]
+    rows = [{"turns": turns} for turns in (["refuse"], ["fine", "refuse"], ["fine"], *long)]
+    source = write_rows(tmp_path / "refused.jsonl", rows)
+    config = replace(by_server, source=str(source), server=start_server(1.0), request_seconds=30.0)
+    result = regenerate(config)
+    assert (result.outcome, result.failures, result.num_cut, result.num_conversations) == ("finished", [], 1, 2)
+    refusal = "the server refuses the request: HTTP 400 (I will not)"
+    assert result.left_out == {"the server refuses the request: HTTP 413 (… letters are too many)": 20, refusal: 1}
+    assert {row.get("cut") for row in read_rows(config.output)} == {None, refusal}
+    left_out = {row["reason"] for row in read_rows(config.output.with_name(f"{config.output.name}.left-out"))}
+    assert len(left_out) == 21 and "the server refuses the request: HTTP 413 (25 letters are too many)" in left_out
+    before = len(read_rows(tmp_path / "server" / "requests.jsonl"))
+    again = regenerate(config)
+    assert (again.exit_status, again.num_new, again.left_out) == (0, 0, result.left_out)
+    assert len(read_rows(tmp_path / "server" / "requests.jsonl")) == before
+    source = write_rows(tmp_path / "second.jsonl", rows[1:2])
+    second = regenerate(replace(config, source=str(source), output=tmp_path / "second-answers.jsonl"))
+    assert (second.failures, second.num_cut) == ([], 1), "its own first turn tells that the settings are right"
+
+
+def test_where_all_questions_are_refused_nothing_is_left_out(
+    by_server: RegenerateConfig, start_server: Callable[..., str], tmp_path: Path
+) -> None:
+    """Then the settings are wrong, such as a parameter that the server does not know, and the run ends early."""
+    source = write_rows(tmp_path / "refused.jsonl", [{"prompt": f"refuse {n}"} for n in range(200)])
+    config = replace(by_server, source=str(source), server=start_server())
+    result = regenerate(config)
+    assert (result.outcome, result.exit_status, result.left_out) == ("failed", 1, {})
+    given_up, reason = result.failures
+    num_refused = int(reason.partition(" ")[0])
+    assert 16 <= num_refused < 16 + 6
+    assert given_up == f"given up: the server refused {num_refused} conversations and answered none"
+    assert reason == f"{num_refused} failed: the server refuses the request: HTTP 400 (I will not)"
+    assert not config.output.with_name(f"{config.output.name}.left-out").exists()
+    few = regenerate(replace(config, max_conversations=3))
+    assert few.failures == ["3 failed: the server refuses the request: HTTP 400 (I will not)"]
 
 
 def test_a_server_that_dies_ends_the_run_early_and_the_next_goes_on(
