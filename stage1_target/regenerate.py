@@ -51,8 +51,9 @@ class RegenerateResult:
     left_out: Counter[str]
     """Why conversations are not in the output, and rows of the data that ask nothing."""
     num_new: int = 0
+    """Conversations that this run has answered or left out."""
     num_tokens: int = 0
-    """Of this run."""
+    """Of this run, dropped ones included."""
     num_changed: int = 0
     """Answers of this run that the chat template does not render as they were written."""
     num_retries: int = 0
