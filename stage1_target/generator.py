@@ -12,6 +12,7 @@ Shapes: B batch, V vocabulary.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -279,7 +280,7 @@ def as_message(
         candidates.append({"role": "assistant", "content": f"{OPENING}\n{text}"})
     if CLOSING in text:
         reasoning, _, content = text.partition(CLOSING)
-        reasoning = reasoning.replace(OPENING, "", 1).strip("\n")
+        reasoning = re.sub(rf"^\s*{OPENING}", "", reasoning).strip("\n")
         candidates.append({"role": "assistant", "content": content.lstrip("\n"), "reasoning_content": reasoning})
     for message in candidates:
         try:

@@ -525,6 +525,7 @@ THINKING = (
         ("", "<think>\nhm,\nso\n</think>\n\nHello.", {"content": "Hello.", "reasoning_content": "hm,\nso"}),
         ("<think>\n", "hm\n</think>\n\nHello.", {"content": "Hello.", "reasoning_content": "hm"}),
         ("", "<think>\na <think> b\n</think>\n\nHello.", {"content": "Hello.", "reasoning_content": "a <think> b"}),
+        ("<think>\n", "a <think> b\n</think>\n\nHello.", {"content": "Hello.", "reasoning_content": "a <think> b"}),
         ("", "Hello.", {"content": "Hello."}),
     ],
 )
