@@ -29,6 +29,11 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
 tests/.oracle/dflash: | $(BIN)/python
 	$(PIP) install -q --no-deps --target tests/.oracle dflash==0.1.0
 
+# The peer of the quality benchmark: its modules alone (0.4 MB) do, without torch and the serving engine that it wants.
+$(VENV)/.specforge: | $(VENV)/.test
+	$(PIP) install -q --no-deps specforge==0.2.0
+	touch $@
+
 demo: $(VENV)/.demo
 	$(BIN)/python -u examples/demo/run.py
 
@@ -42,7 +47,7 @@ types: $(VENV)/.test
 	mkdir -p .typing && ln -sfn .. .typing/dflash_train
 	$(BIN)/mypy
 
-unit: $(VENV)/.test tests/.oracle/dflash
+unit: $(VENV)/.test $(VENV)/.specforge tests/.oracle/dflash
 	$(BIN)/python -m pytest -q --durations=10
 
 # What users install: the wheel alone, in a clean environment, used from another folder.

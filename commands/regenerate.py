@@ -86,8 +86,8 @@ def regenerate(
     *lines, last = result.lines()
     for line in lines:
         click.echo(line)
-    new = f" ({result.num_new:,} new, {result.num_tokens:,} tokens in {format_duration(result.seconds)})"
-    click.echo(f"{last}{new if result.num_new else ''}")
+    done = f" ({result.num_new:,} done in this run, {result.num_tokens:,} tokens in {format_duration(result.seconds)})"
+    click.echo(f"{last}{done if result.num_new else ''}")
     if result.num_new:
         write_recipe(click.get_current_context(), config.output.with_name(f"{config.output.name}.recipe.toml"))
     sys.exit(result.exit_status)

@@ -20,9 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_train.errors import InputError
-
-_CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")  # newest transformers first; the last is Mamba's
-_CROPPED_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "DummyLayer")
+from dflash_train.stage1_target.recurrence import CACHE_ARGUMENTS, cache_argument, is_cropped, is_recurrent
 
 
 class TargetCache:
@@ -35,31 +33,30 @@ class TargetCache:
         """
         from transformers import DynamicCache
 
-        parameters = inspect.signature(model.forward).parameters
-        names = [name for name in _CACHE_ARGUMENTS if name in parameters]
-        if not names:
+        parameters, name = inspect.signature(model.forward).parameters, cache_argument(model)
+        if name is None:
             raise InputError(
-                f"{type(model).__name__}.forward takes none of {', '.join(_CACHE_ARGUMENTS)}, so decoding cannot keep a "
+                f"{type(model).__name__}.forward takes none of {', '.join(CACHE_ARGUMENTS)}, so decoding cannot keep a "
                 "cache; evaluate with a target that transformers itself implements."
             )
         self.model = model
         self.cache = DynamicCache(config=model.config)
-        self._arguments: dict[str, Any] = {names[0]: self.cache, "use_cache": True}
+        self._arguments: dict[str, Any] = {name: self.cache, "use_cache": True}
         self._last_only: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._rewindable = rewindable
-        self._copied = [i for i, layer in enumerate(self.cache.layers) if not _is_cropped(layer)] if rewindable else []
+        self._copied = [i for i, layer in enumerate(self.cache.layers) if not is_cropped(layer)] if rewindable else []
         self._copies: dict[int, Any] = {}
         self._block: Tensor | None = None
         if rewindable:
             for layer in self.cache.layers:
                 # A sliding layer drops keys older than its window at once unless told to wait for `crop`.
-                if _is_cropped(layer) and hasattr(layer, "activate_past_recording"):
+                if is_cropped(layer) and hasattr(layer, "activate_past_recording"):
                     layer.activate_past_recording()
 
     @property
     def is_recurrent(self) -> bool:
         """Whether some layer's state cannot be cropped."""
-        return any(not _is_cropped(layer) for layer in self.cache.layers)
+        return is_recurrent(self.model)
 
     def run(self, token_ids: Tensor) -> Tensor:
         """Read token_ids int64 [1, T] for good; logits [1, 1, V] of the last of them."""
@@ -92,7 +89,7 @@ class TargetCache:
 
     def _crop(self, num_tokens: int) -> None:
         for layer in self.cache.layers:
-            if _is_cropped(layer):
+            if is_cropped(layer):
                 layer.crop(-num_tokens)
 
 
@@ -126,11 +123,6 @@ def check_continuation(model: nn.Module, vocab_size: int, device: torch.device) 
             f"(logits differ by {difference:.2g} of their spread, at most {tolerance:g} is rounding), so a block cannot "
             "be verified; install the newest transformers and the kernels that this target asks for."
         )
-
-
-def _is_cropped(layer: Any) -> bool:
-    """Whether `crop` undoes a token: attention layers of known kinds only, since a wrong yes goes unnoticed."""
-    return type(layer).__module__ == "transformers.cache_utils" and type(layer).__name__ in _CROPPED_LAYERS
 
 
 def _copy_layer(layer: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,6 +13,17 @@ from dflash_train.stage1_target.events import Answering, Note
 from dflash_train.stage1_target.regenerate_config import RegenerateConfig
 
 Report = Callable[[Answering | Note], None]
+
+OWN_NUMBERS = re.compile(r"(?<!HTTP )\b\d[\d,]*")
+"""What of a reason is of one conversation alone, as a rule: its length, in a server's words."""
+
+
+def by_kind(reasons: Counter[str]) -> Counter[str]:
+    """Reasons that differ in their numbers alone counted together, with «…» for these."""
+    kinds: dict[str, Counter[str]] = {}
+    for reason, count in reasons.items():
+        kinds.setdefault(OWN_NUMBERS.sub("…", reason), Counter())[reason] += count
+    return Counter({kind if len(found) > 1 else next(iter(found)): found.total() for kind, found in kinds.items()})
 
 
 class Run:

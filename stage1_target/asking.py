@@ -2,6 +2,10 @@
 
 The main thread reads questions and writes answers, as many at a time as have come in. A stop waits for the answers under
 way. Where every conversation fails, one after another, the run ends early instead of asking a dead server all questions.
+
+A server that refuses a question (HTTP 400) does so because of the question or of the settings that all questions share. An
+answered question tells: with the first one of a run, all that were refused are left out. Until then they count as failed,
+and when FAILURES_IN_A_ROW have been refused nothing more is asked before those under way, which may take longer, are back.
 """
 
 from __future__ import annotations
@@ -9,17 +13,18 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 from dflash_train.errors import InputError
 from dflash_train.stage1_target.answering import Run
-from dflash_train.stage1_target.chat_server import ChatServer, Refused
+from dflash_train.stage1_target.chat_server import BadRequest, ChatServer, Refused
 from dflash_train.stage1_target.conversations import Message
 from dflash_train.stage1_target.dialogue import Dialogue, Exchange, Outcome
 from dflash_train.stage1_target.events import Note
 from dflash_train.stage1_target.regenerate_config import RegenerateConfig
 
 FAILURES_IN_A_ROW = 16
-"""At least this many conversations, and as many as are in flight, before a server counts as dead."""
+"""At least this many conversations, and as many as are in flight, before a server counts as dead, or all settings as wrong."""
 
 
 def ask_server(
@@ -49,13 +54,16 @@ def ask_server(
         thread.start()
     run.report(Note(f"asking {server.url} for answers of {model}, {run.config.requests:,} requests at a time"))
     in_flight = in_a_row = 0
+    answered_any = False
+    refused: list[Outcome] = []  # before any was answered
+    most_in_a_row = max(FAILURES_IN_A_ROW, run.config.requests)
     fatal: InputError | None = None
     try:
         while True:
             if signalled.is_set() and not stop.is_set():
                 run.report(Note("stopping: answers under way are waited for; Ctrl-C once more to drop them"))
                 stop.set()
-            while in_flight < run.config.requests and not stop.is_set():
+            while in_flight < run.config.requests and len(refused) < most_in_a_row and not stop.is_set():
                 dialogue = next(pending, None)
                 if dialogue is None:
                     break
@@ -68,14 +76,24 @@ def ask_server(
                 in_flight -= 1
                 if isinstance(result, InputError):
                     fatal = fatal or result
+                elif result is not None and result.refused and not answered_any:
+                    refused.append(result)
                 elif result is not None:
                     outcomes.append(result)
+                    answered_any = answered_any or not result.failed
                     in_a_row = in_a_row + 1 if result.failed else 0
+            if answered_any:
+                outcomes += refused
+                refused = []
             if outcomes:
                 run.add(outcomes)
-            if in_a_row >= max(FAILURES_IN_A_ROW, run.config.requests) and not stop.is_set():
+            if in_a_row >= most_in_a_row and not stop.is_set():
                 run.failures.append(f"given up: {in_a_row:,} conversations failed one after another")
                 stop.set()
+        if len(refused) >= most_in_a_row:
+            run.failures.append(f"given up: the server refused {len(refused):,} conversations and answered none")
+        if refused:
+            run.add([replace(outcome, failed=True) for outcome in refused])
     finally:
         stop.set()
         for _ in threads:
@@ -121,13 +139,19 @@ def _converse(
             request["chat_template_kwargs"] = config.chat_template_arguments
         try:
             choice = server.complete(request)
+        except BadRequest as error:
+            exchange.end(str(error), refused=True)
+            break
         except Refused as error:
             if stop.is_set():
                 return None
             exchange.end(str(error), failed=True)
             break
-        finished = choice["finish_reason"] != "length"
-        exchange.answer(_message(choice["message"]), int(choice["usage"].get("completion_tokens") or 0), finished)
+        num_tokens = int(choice["usage"].get("completion_tokens") or 0)
+        if choice["finish_reason"] == "content_filter":
+            exchange.drop("the server's content filter stopped an answer", num_tokens)
+        else:
+            exchange.answer(_message(choice["message"]), num_tokens, choice["finish_reason"] != "length")
     return exchange.outcome()
 
 

@@ -2,7 +2,8 @@
 
 What passes is waited for: dropped connections, time-outs, answers that are no JSON, and the statuses of RETRIED are tried
 again, with waits that double from FIRST_WAIT to LONGEST_WAIT seconds, or as long as the server asks (Retry-After). What
-does not pass raises: InputError where no request can succeed (wrong address, key or model), Refused where this one cannot.
+does not pass raises: InputError where no request can succeed (wrong address, key or model), Refused where this one cannot,
+and BadRequest, one kind of that, where the server says that the request is the cause.
 """
 
 from __future__ import annotations
@@ -18,12 +19,17 @@ from dflash_train.errors import InputError
 
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 FATAL = (401, 403, 404, 405)
+BAD = (400, 413, 422)
 ABORTED = (None, "abort", "error", "cancelled")
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
 
 
 class Refused(Exception):
     """The server does not answer this request; the text says why."""
+
+
+class BadRequest(Refused):
+    """What is asked is the cause, as far as the server knows: too long for it, or a setting that it does not take."""
 
 
 class _Passing(Exception):
@@ -119,7 +125,7 @@ class ChatServer:
                 f"The server {self.url} refuses {method} {self._base + path}: {reason.rstrip('.')}. Check --server, "
                 f"--server-model and --api-key-file."
             )
-        raise Refused(f"the server refuses the request: {reason}")
+        raise (BadRequest if response.status in BAD else Refused)(f"the server refuses the request: {reason}")
 
 
 def _choice(response: Any) -> dict[str, Any]:

@@ -64,6 +64,8 @@ class Outcome:
     """Why turns, or all of it, are missing."""
     failed: bool = False
     """Whether that may be otherwise next time (a server that does not answer), so that it is not recorded as done."""
+    refused: bool = False
+    """Whether the server refused the first question: that, or the settings, which the caller must tell apart."""
 
     def row(self) -> dict[str, Any]:
         """What the output file holds of it."""
@@ -83,7 +85,7 @@ class Exchange:
         self._keep_unfinished = keep_unfinished
         self._history: list[Message] = []
         self._reason: str | None = None
-        self._failed = False
+        self._failed = self._refused = False
 
     @property
     def asked(self) -> list[Message]:
@@ -108,15 +110,29 @@ class Exchange:
                 self.end(unfinished or called)
             self.done = self.done or not more
 
-    def end(self, reason: str | None, failed: bool = False) -> None:
-        """No more answers."""
+    def drop(self, reason: str, num_tokens: int) -> None:
+        """Take no answer, though the target wrote some of one; that ends the conversation."""
+        self.num_tokens += num_tokens
+        self.end(reason)
+
+    def end(self, reason: str | None, failed: bool = False, refused: bool = False) -> None:
+        """No more answers. `refused`: the server says that what is asked is the cause."""
         self.done, self._reason, self._failed = True, reason, failed
+        self._refused = refused and not self.num_answers
 
     def outcome(self) -> Outcome:
         """What became of it."""
         dialogue, messages = self.dialogue, [] if self._failed else self._history
-        counts = {"num_tokens": self.num_tokens, "num_changed": self.num_changed}
-        return Outcome(dialogue.key, messages, dialogue.tools, reason=self._reason, failed=self._failed, **counts)
+        return Outcome(
+            dialogue.key,
+            messages,
+            dialogue.tools,
+            num_tokens=self.num_tokens,
+            num_changed=self.num_changed,
+            reason=self._reason,
+            failed=self._failed,
+            refused=self._refused,
+        )
 
 
 @dataclass

@@ -3,7 +3,8 @@
 Prompts are padded on the left. Sampling draws one uniform number per answer and step from a stream of its own and picks
 the token by inverting the cumulative distribution, so what an answer becomes depends on its seed and its logits, not on
 its neighbours (logits themselves differ by rounding with the shape of a batch). The conversations of a batch take their
-turns together; a batch that does not fit into memory is run in halves.
+turns together; a batch that does not fit into memory is run in halves. Padding goes through the state of recurrent
+layers, and not every target hides it from them: there prompts share a batch only where they are equally long.
 
 Shapes: B batch, V vocabulary.
 """
@@ -11,9 +12,11 @@ Shapes: B batch, V vocabulary.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,6 +27,7 @@ from dflash_train.errors import InputError
 from dflash_train.stage1_target import messages
 from dflash_train.stage1_target.conversations import Message, RowError
 from dflash_train.stage1_target.dialogue import Dialogue, Exchange, Outcome
+from dflash_train.stage1_target.recurrence import is_recurrent
 from dflash_train.stage1_target.regenerate_config import RegenerateConfig
 from dflash_train.stage1_target.target import Target, load_target, stop_token_ids
 from dflash_train.stage1_target.target_config import text_config
@@ -151,6 +155,7 @@ class Generator:
                 f"The target {target.config.name!r} names no token that ends an answer; set eos_token_id in its "
                 f"generation_config.json."
             )
+        self._padded = not is_recurrent(target.model)
         self._num_positions = getattr(text_config(target.model_config), "max_position_embeddings", None)
 
     def run(self, dialogues: Sequence[Dialogue]) -> list[Outcome]:
@@ -180,8 +185,9 @@ class Generator:
                 self._generate([prompt], room)
             else:
                 together.append(prompt)
-        if together:
-            self._generate(sorted(together, key=lambda prompt: len(prompt[2])), limit)
+        together.sort(key=lambda prompt: len(prompt[2]))
+        for _, group in groupby(together, key=lambda prompt: 0 if self._padded else len(prompt[2])):
+            self._generate(list(group), limit)
 
     def _generate(self, prompts: list[tuple[Exchange, str, list[int]]], limit: int) -> None:
         try:
@@ -274,7 +280,7 @@ def as_message(
         candidates.append({"role": "assistant", "content": f"{OPENING}\n{text}"})
     if CLOSING in text:
         reasoning, _, content = text.partition(CLOSING)
-        reasoning = reasoning.replace(OPENING, "", 1).strip("\n")
+        reasoning = re.sub(rf"^\s*{OPENING}", "", reasoning).strip("\n")
         candidates.append({"role": "assistant", "content": content.lstrip("\n"), "reasoning_content": reasoning})
     for message in candidates:
         try:

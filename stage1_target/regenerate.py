@@ -18,7 +18,7 @@ from dflash_train.errors import InputError
 from dflash_train.machine.devices import parse_devices
 from dflash_train.machine.launch import stop_signals
 from dflash_train.stage1_target.answer_file import AnswerFile
-from dflash_train.stage1_target.answering import Report, Run
+from dflash_train.stage1_target.answering import Report, Run, by_kind
 from dflash_train.stage1_target.asking import ask_server
 from dflash_train.stage1_target.chat_server import ChatServer
 from dflash_train.stage1_target.dialogue import DialogueReader
@@ -51,8 +51,9 @@ class RegenerateResult:
     left_out: Counter[str]
     """Why conversations are not in the output, and rows of the data that ask nothing."""
     num_new: int = 0
+    """Conversations that this run has answered or left out."""
     num_tokens: int = 0
-    """Of this run."""
+    """Of this run, dropped ones included."""
     num_changed: int = 0
     """Answers of this run that the chat template does not render as they were written."""
     num_retries: int = 0
@@ -124,14 +125,14 @@ def regenerate(config: RegenerateConfig, report: Report | None = None) -> Regene
                 stopped = signalled.is_set()
     finally:
         answers.close()
-    failures = [*run.failures, *(f"{count:,} failed: {reason}" for reason, count in run.failed.most_common())]
+    failures = [*run.failures, *(f"{count:,} failed: {reason}" for reason, count in by_kind(run.failed).most_common())]
     return RegenerateResult(
         outcome="stopped" if stopped else "failed" if failures else "finished",
         output=config.output,
         num_conversations=answers.num_answered,
         num_cut=answers.num_cut,
         num_duplicates=reader.num_duplicates,
-        left_out=answers.left_out + reader.unusable,
+        left_out=by_kind(answers.left_out + reader.unusable),
         num_new=run.num_new,
         num_tokens=run.num_tokens,
         num_changed=run.num_changed,

@@ -1,10 +1,11 @@
 """A chat-completions server that misbehaves, for test_regenerate.py: a process of its own on a free port of loopback.
 
-    python flaky_server.py FOLDER SECONDS
+    python flaky_server.py FOLDER SECONDS [KEY [MODEL ...]]
 
-Writes its port to FOLDER/port, every request to FOLDER/requests.jsonl and the most requests in flight to
-FOLDER/most_in_flight. Of conversations asked for the first time, some meet an error, a dropped or half-sent answer, no
-JSON, or nothing within the client's patience. SECONDS is how long an answer takes.
+Writes its port to FOLDER/port, every request to FOLDER/requests.jsonl, method, path and key to FOLDER/heads.jsonl and the
+most requests in flight to FOLDER/most_in_flight. Of conversations asked for the first time, some meet an error, a dropped
+or half-sent answer, no JSON, or nothing within the client's patience; words of the last message choose others. SECONDS is
+how long an answer takes.
 """
 
 import hashlib
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER, SECONDS = Path(sys.argv[1]), float(sys.argv[2])
+KEY, MODELS = sys.argv[3] if len(sys.argv) > 3 else "", sys.argv[4:] or ["the-model"]
+CALL = {"id": "1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
 LOCK = threading.Lock()
 SEEN: set[str] = set()
 IN_FLIGHT = MOST = 0
@@ -38,8 +41,19 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    def is_let_in(self) -> bool:
+        """Note the request, and whether it has the key; refused where not."""
+        key = self.headers.get("Authorization")
+        with LOCK, (FOLDER / "heads.jsonl").open("a") as file:
+            file.write(json.dumps({"request": f"{self.command} {self.path}", "key": key}) + "\n")
+        if KEY and key != f"Bearer {KEY}":
+            self.reply(401, b'{"error": {"message": "not with this key"}}')
+            return False
+        return True
+
     def do_GET(self) -> None:
-        self.reply(200, json.dumps({"data": [{"id": "the-model"}]}).encode())
+        if self.is_let_in():
+            self.reply(200, json.dumps({"data": [{"id": name} for name in MODELS]}).encode())
 
     def do_POST(self) -> None:
         global IN_FLIGHT, MOST
@@ -53,7 +67,9 @@ class Handler(BaseHTTPRequestHandler):
             with (FOLDER / "requests.jsonl").open("a") as file:
                 file.write(text + "\n")
         try:
-            self.answer(json.loads(text), hashlib.sha256(text.encode()).digest()[0] % 12 if first else 12)
+            if not self.is_let_in():
+                return
+            self.answer(json.loads(text), hashlib.sha256(text.encode()).digest()[0] % 12 if first else 12, first)
         finally:
             self.answered()
 
@@ -65,10 +81,20 @@ class Handler(BaseHTTPRequestHandler):
             with LOCK:
                 IN_FLIGHT -= 1
 
-    def answer(self, request: dict[str, Any], mood: int) -> None:
-        question = request["messages"][-1]["content"]
+    def answer(self, request: dict[str, Any], mood: int, first: bool) -> None:
+        question = str(request["messages"][-1]["content"])
+        words = question.split()
+        if words[0] == "status":  # «status 503», at first or always, «after 7» seconds
+            if first or "always" in words:
+                wait = {"Retry_After": words[-1]} if "after" in words else {}
+                self.reply(int(words[1]), b"", **wait)
+                return
+            mood = 12
         if "refuse" in question:
-            self.reply(400, b'{"error": {"message": "I will not"}}')
+            status, why = (
+                (400, "I will not") if "long" not in question else (413, f"{len(question)} letters are too many")
+            )
+            self.reply(status, json.dumps({"error": {"message": why}}).encode())
         elif "always broken" in question or mood == 0:
             self.reply(500, b"out of order")
         elif mood == 1:
@@ -91,10 +117,18 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(2.0)
         else:
             time.sleep(SECONDS)
-            message = {"role": "assistant", "content": f"answer to {question}", "reasoning_content": None}
+            message: dict[str, Any] = {
+                "role": "assistant",
+                "content": f"answer to {question}",
+                "reasoning_content": None,
+            }
             if "think" in question:
                 message["reasoning_content"] = "hm"
-            reason = "length" if "endless" in question else "stop"
+            if "ponder" in question:
+                message["reasoning"] = "well"
+            if "call" in question:
+                message |= {"content": None, "tool_calls": [CALL]}
+            reason = "length" if "endless" in question else "content_filter" if "filtered" in question else "stop"
             usage = {"completion_tokens": 7}
             body = {"choices": [{"message": message, "finish_reason": reason}], "usage": usage}
             self.reply(200, json.dumps(body).encode())

@@ -8,23 +8,30 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from click.testing import CliRunner
 
+from dflash_train.cli import main
 from dflash_train.errors import InputError
-from dflash_train.stage1_target import asking, chat_server, generator, generator_pool, messages, preparation
+from dflash_train.stage1_target import answering, asking, chat_server, generator, generator_pool, messages, preparation
 from dflash_train.stage1_target.answer_file import AnswerFile
+from dflash_train.stage1_target.answering import Run
+from dflash_train.stage1_target.chat_server import BadRequest, ChatServer, Refused
 from dflash_train.stage1_target.conversations import RowError
-from dflash_train.stage1_target.dialogue import DialogueReader, Exchange, make_dialogue
-from dflash_train.stage1_target.events import Note
+from dflash_train.stage1_target.dialogue import DialogueReader, Exchange, Outcome, make_dialogue
+from dflash_train.stage1_target.events import Answering, Note
 from dflash_train.stage1_target.extract_config import ExtractConfig
 from dflash_train.stage1_target.generation import settings_path
 from dflash_train.stage1_target.generator import (
@@ -39,7 +46,7 @@ from dflash_train.stage1_target.generator import (
 from dflash_train.stage1_target.regenerate import RegenerateConfig, make_settings, regenerate
 from dflash_train.stage1_target.samples import DataConfig, prepare_samples
 from dflash_train.stage1_target.sources import open_source
-from dflash_train.stage1_target.target import Target, load_target
+from dflash_train.stage1_target.target import Target, load_target, make_target
 from dflash_train.stage1_target.target_config import TargetConfig, load_tokenizer
 from dflash_train.stage1_target.tokenization import ChatRenderer, hash_chat_template
 
@@ -139,6 +146,15 @@ def test_an_unfinished_or_empty_answer_or_a_tool_call_ends_a_conversation() -> N
     assert after((call, True)) == (2, "the target called a tool, whose result is not known")
 
 
+def test_the_seed_of_an_answer_is_of_run_conversation_and_turn_alone() -> None:
+    first, other = (make_dialogue("turns", {"turns": [text, "and"]}) for text in ("x", "y"))
+    seeds = [one.seed(run, turn) for one in (first, other) for run in (0, 1) for turn in (0, 1)]
+    assert len(set(seeds)) == 8 and all(0 <= seed < 2**63 for seed in seeds)
+    again = make_dialogue("messages", {"messages": [user("x"), assistant("of another"), user("and")]})
+    assert [again.seed(run, turn) for run in (0, 1) for turn in (0, 1)] == seeds[:4]
+    assert first.seed(0, 0) == 3863385837217498480, "files of earlier versions are filled up with the same draws"
+
+
 # In process
 
 
@@ -194,6 +210,45 @@ def test_a_second_turn_is_asked_with_the_targets_own_first_answer(config: Regene
         target.tokenizer.chat_template = template
 
 
+@pytest.mark.parametrize("kind", ["recurrent", "attention"])
+def test_prompts_of_a_recurrent_target_share_a_batch_only_where_they_are_equally_long(
+    kind: str, config: RegenerateConfig, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padding would go through the RG-LRU layers of RecurrentGemma, which take no mask."""
+    target = load_target(config.target, (0,), "cpu")
+    if kind == "recurrent":
+        shape: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+        shape |= {
+            "num_key_value_heads": 1,
+            "intermediate_size": 96,
+            "attention_window_size": 16,
+            "logits_soft_cap": 1e6,
+        }
+        torch.manual_seed(0)
+        ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.RecurrentGemmaConfig(vocab_size=len(tiny_tokenizer), **shape, **ids)
+        ).eval()
+        for parameter in model.parameters():
+            parameter.requires_grad_(False).normal_(std=0.5)
+        target = make_target(TargetConfig(name="tiny-recurrent"), model, tiny_tokenizer, (0,))
+    answerer = Generator(target, replace(config, temperature=0.0, keep_unfinished=True))
+    texts = ["one", "one two three four", "two", "ten nine eight seven", "three four five six seven eight nine"]
+    dialogues = [make_dialogue("prompt", {"prompt": text}) for text in texts]
+    alone = [outcome for dialogue in dialogues for outcome in answerer.run([dialogue])]
+    assert len({str(outcome.messages[-1]["content"]) for outcome in alone}) == len(texts)
+    sizes: list[int] = []
+    generate_tokens = generator.generate_tokens
+
+    def counting(target: Target, prompts: Any, *arguments: Any) -> list[list[int]]:
+        sizes.append(len(prompts))
+        return generate_tokens(target, prompts, *arguments)
+
+    monkeypatch.setattr(generator, "generate_tokens", counting)
+    assert answerer.run(dialogues) == alone
+    assert sizes == ([2, 2, 1] if kind == "recurrent" else [5])
+
+
 def test_draws_follow_the_distribution_and_only_their_own_seed(config: RegenerateConfig) -> None:
     torch.manual_seed(0)
     scores = torch.randn(1, 8)
@@ -210,6 +265,27 @@ def test_draws_follow_the_distribution_and_only_their_own_seed(config: Regenerat
     torch.testing.assert_close(counts[best], kept, atol=0.03, rtol=0)  # four standard deviations
     alone = SeededChoice(config, [77], 1)(torch.zeros(1, 1), scores).argmax(-1)
     assert int(alone) == int(drawn[77])
+
+
+def test_every_turn_draws_with_its_own_seed(config: RegenerateConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[list[int], int]] = []
+
+    class Noting(SeededChoice):
+        def __init__(self, config: RegenerateConfig, seeds: Sequence[int], num_steps: int) -> None:
+            asked.append((list(seeds), num_steps))
+            super().__init__(config, seeds, num_steps)
+
+    monkeypatch.setattr(generator, "SeededChoice", Noting)
+    # at so low a temperature the draws are the greedy ones, which end some first answers
+    config = replace(config, seed=5, temperature=1e-6, max_new_tokens=40)
+    dialogues = [make_dialogue("turns", {"turns": turns}) for turns in (["one", "two"], ["three", "four"], ["five"])]
+    outcomes = Generator(load_target(config.target, (0,), "cpu"), config).run(dialogues)
+    two = [dialogue for dialogue, outcome in zip(dialogues, outcomes, strict=True) if len(outcome.messages) == 4]
+    assert two, "some conversation got to its second turn"
+    (first, num_steps), (second, _) = asked
+    assert num_steps == 40
+    assert set(first) == {dialogue.seed(5, 0) for dialogue in dialogues}
+    assert {dialogue.seed(5, 1) for dialogue in two} <= set(second)
 
 
 def answer_here(config: RegenerateConfig, limit: int | None = None, batch_size: int = 100) -> list[dict[str, Any]]:
@@ -435,6 +511,49 @@ def test_an_answer_becomes_the_message_that_renders_to_it(
     assert as_message(renderer, [user("x")], None, "another prompt", text)[1]
 
 
+THINKING = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message.reasoning_content %}"
+    "{{ '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}{% endif %}"
+    "{{ message['content'].split('</think>')[-1] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("opening", "text", "wanted"),
+    [
+        ("", "<think>\nhm,\nso\n</think>\n\nHello.", {"content": "Hello.", "reasoning_content": "hm,\nso"}),
+        ("<think>\n", "hm\n</think>\n\nHello.", {"content": "Hello.", "reasoning_content": "hm"}),
+        ("", "<think>\na <think> b\n</think>\n\nHello.", {"content": "Hello.", "reasoning_content": "a <think> b"}),
+        ("<think>\n", "a <think> b\n</think>\n\nHello.", {"content": "Hello.", "reasoning_content": "a <think> b"}),
+        ("", "Hello.", {"content": "Hello."}),
+    ],
+)
+def test_thinking_is_split_off_where_the_template_renders_it_apart(
+    opening: str, text: str, wanted: dict[str, str], target: Path
+) -> None:
+    tokenizer = load_tokenizer(TargetConfig(name=str(target)))
+    tokenizer.chat_template = THINKING
+    renderer = ChatRenderer(tokenizer, {})
+    prompt = renderer.render([user("x")], add_generation_prompt=True) + opening
+    message, changed = as_message(renderer, [user("x")], None, prompt, text)
+    assert (message, changed) == ({"role": "assistant", **wanted}, False)
+    assert renderer.render([user("x"), message]) == f"{prompt}{text}<|im_end|>\n"
+
+
+def test_an_answer_that_the_template_rewrites_is_kept_as_it_is_and_counted(
+    config: RegenerateConfig, tiny_tokenizer: Any
+) -> None:
+    target = load_target(config.target, (0,), "cpu")
+    template, target.tokenizer.chat_template = target.tokenizer.chat_template, THINKING.replace("'content']", "'role']")
+    try:
+        answerer = Generator(target, replace(config, keep_unfinished=True))
+        [outcome] = answerer.run([make_dialogue("prompt", {"prompt": "one"})])
+    finally:
+        target.tokenizer.chat_template = template
+    assert outcome.num_changed == 1 and outcome.messages[-1]["content"]
+
+
 # By a server
 
 
@@ -442,11 +561,12 @@ def test_an_answer_becomes_the_message_that_renders_to_it(
 def start_server(tmp_path: Path) -> Iterator[Callable[..., str]]:
     processes = []
 
-    def start(seconds: float = 0.0) -> str:
+    def start(seconds: float = 0.0, *key_and_models: str) -> str:
         folder = tmp_path / "server"
         folder.mkdir()
         script = Path(__file__).with_name("flaky_server.py")
-        processes.append(subprocess.Popen([sys.executable, str(script), str(folder), str(seconds)]))
+        words = [sys.executable, str(script), str(folder), str(seconds), *key_and_models]
+        processes.append(subprocess.Popen(words))
         wait_for(lambda: (folder / "port").exists())
         return f"http://127.0.0.1:{(folder / 'port').read_text()}"
 
@@ -508,6 +628,164 @@ def result_server(tmp_path: Path) -> str:
     return f"127.0.0.1:{(tmp_path / 'server' / 'port').read_text()}/v1/"
 
 
+TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def test_every_setting_of_the_command_reaches_the_server(start_server: Callable[..., str], tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"messages": [user(text)]} for text in ("fine", "also fine", "endless")]
+    rows[0]["tools"] = TOOLS
+    (tmp_path / "key.txt").write_text("sesame\n")
+    words = ["--target", "org/name", "--data", str(write_rows(tmp_path / "rows.jsonl", rows))]
+    words += ["--output", str(tmp_path / "answers.jsonl"), "--server", start_server(0.0, "sesame", "one", "other")]
+    words += ["--temperature", "0.3", "--top-p", "0.8", "--top-k", "5", "--max-new-tokens", "99", "--seed", "3"]
+    words += ["--chat-template-arguments", '{"enable_thinking": false}', "--api-key-file", str(tmp_path / "key.txt")]
+    nameless = CliRunner().invoke(main, ["regenerate", *words])
+    assert nameless.exit_code == 1 and "serves one, other; name one with --server-model." in nameless.output
+    done = CliRunner().invoke(main, ["regenerate", *words, "--server-model", "other"])
+    assert done.exit_code == 0, done.output
+    dialogues = [make_dialogue("messages", row) for row in rows]
+    wanted = {
+        dialogue.turns[0][0]["content"]: {
+            "model": "other",
+            "messages": dialogue.turns[0],
+            "max_tokens": 99,
+            "temperature": 0.3,
+            "top_p": 0.8,
+            "top_k": 5,
+            "seed": dialogue.seed(3, 0) & 0x7FFFFFFF,
+            "repetition_penalty": 1.0,
+            "min_p": 0.0,
+            "chat_template_kwargs": {"enable_thinking": False},
+        }
+        for dialogue in dialogues
+    }
+    wanted["fine"]["tools"] = TOOLS
+    asked = {one["messages"][0]["content"]: one for one in read_rows(tmp_path / "server" / "requests.jsonl")}
+    assert asked == wanted
+    answers = {row["messages"][0]["content"]: row for row in read_rows(tmp_path / "answers.jsonl")}
+    assert answers["fine"]["tools"] == TOOLS and "tools" not in answers["also fine"]
+    made = json.loads(settings_path(tmp_path / "answers.jsonl").read_text())
+    assert made["server_model"] == "other"
+    assert done.output.splitlines()[-1].startswith(
+        f"{tmp_path / 'answers.jsonl'} holds 2 conversations (3 done in this run, 21 tokens in "
+    )
+
+
+def test_silent_settings_are_not_sent_and_all_tokens_are_sampled_from(
+    by_server: RegenerateConfig, start_server: Callable[..., str], tmp_path: Path
+) -> None:
+    config = replace(by_server, server=start_server(), top_k=0, chat_template_arguments={}, max_conversations=1)
+    assert regenerate(config).num_new == 1
+    asked = read_rows(tmp_path / "server" / "requests.jsonl")[-1]
+    assert asked["top_k"] == -1 and not {"tools", "chat_template_kwargs"} & asked.keys()
+    heads = read_rows(tmp_path / "server" / "heads.jsonl")
+    assert heads[0] == {"request": "GET /v1/models", "key": None}
+    assert heads[-1] == {"request": "POST /v1/chat/completions", "key": None}
+
+
+@pytest.mark.parametrize(
+    ("ending", "path"),
+    [("", "/v1"), ("/", "/v1"), ("/v1", "/v1"), ("/v1/", "/v1"), ("/a/proxy/v2/", "/a/proxy/v2")],
+)
+def test_the_address_may_end_in_v1_or_not(
+    ending: str, path: str, start_server: Callable[..., str], tmp_path: Path
+) -> None:
+    address = start_server()
+    for url in (address + ending, address.removeprefix("http://") + ending):
+        assert ChatServer(url, None, 5.0, 0).models() == ["the-model"]
+    assert read_rows(tmp_path / "server" / "heads.jsonl") == [{"request": f"GET {path}/models", "key": None}] * 2
+
+
+@pytest.mark.parametrize(("model", "request_line"), [(None, "GET /v1/models"), ("m", "POST /v1/chat/completions")])
+def test_a_wrong_key_ends_the_run_at_once(
+    model: str | None,
+    request_line: str,
+    by_server: RegenerateConfig,
+    start_server: Callable[..., str],
+    tmp_path: Path,
+) -> None:
+    key = tmp_path / "key.txt"
+    key.write_text("guessed")
+    config = replace(by_server, server=start_server(0.0, "sesame"), server_model=model, api_key_file=key)
+    wanted = (
+        rf"refuses {request_line}: HTTP 401 \(not with this key\)\. Check --server, --server-model and --api-key-file\."
+    )
+    with pytest.raises(InputError, match=wanted):
+        regenerate(config)
+    assert not config.output.exists()
+    assert len(read_rows(tmp_path / "server" / "heads.jsonl")) <= (1 if model is None else 2 * config.requests)
+    key.write_text("sesame")
+    assert regenerate(replace(config, max_conversations=2)).num_new == 2
+
+
+class Waits(threading.Event):
+    """A stop that never comes, and notes how long it was waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.seconds.append(timeout)
+        return False
+
+
+def ask(server: ChatServer, question: str) -> Any:
+    return server.complete({"messages": [user(question)]})["message"]["content"]
+
+
+def test_statuses_that_pass_are_tried_again_and_others_are_not(
+    start_server: Callable[..., str], tmp_path: Path
+) -> None:
+    stop = Waits()
+    server = ChatServer(start_server(), None, 5.0, 1, stop)
+    passing = (408, 409, 425, 429, 500, 502, 503, 504)
+    assert [ask(server, f"status {status}") for status in passing] == [f"answer to status {one}" for one in passing]
+    assert server.num_retries == len(stop.seconds) == len(passing)
+    for error, statuses in ((InputError, (401, 403, 404, 405)), (BadRequest, (400, 413, 422)), (Refused, (402, 501))):
+        for status in statuses:
+            with pytest.raises(error, match=f"HTTP {status}") as caught:
+                ask(server, f"status {status}")
+            assert type(caught.value) is error
+    assert server.num_retries == len(passing)
+    with pytest.raises(Refused, match="the server failed 2 times, at last: HTTP 503$"):
+        ask(server, "status 503 always")
+
+
+def test_waits_double_unless_the_server_says_how_long(start_server: Callable[..., str]) -> None:
+    stop = Waits()
+    server = ChatServer(start_server(), None, 5.0, 8, stop)
+    with pytest.raises(Refused, match="the server failed 9 times, at last: HTTP 500"):
+        ask(server, "always broken")
+    for seconds, longest in zip(stop.seconds, (0.5, 1, 2, 4, 8, 16, 30, 30), strict=True):
+        assert longest / 2 <= seconds <= longest
+    stop.seconds.clear()
+    assert ask(server, "status 503 after 7") == "answer to status 503 after 7"
+    assert ask(server, "status 429 after 3600") and ask(server, "status 429 after Friday")
+    assert stop.seconds[:2] == [7.0, 60.0] and 0.25 <= stop.seconds[2] <= 0.5
+
+
+def test_reasoning_of_either_name_and_tool_calls_are_kept(
+    by_server: RegenerateConfig, start_server: Callable[..., str], tmp_path: Path
+) -> None:
+    rows = [
+        {"turns": turns} for turns in (["think", "fine"], ["ponder"], ["ponder and think"], ["call", "never asked"])
+    ]
+    config = replace(by_server, source=str(write_rows(tmp_path / "rows.jsonl", rows)), server=start_server())
+    result = regenerate(config)
+    answers = {row["messages"][0]["content"]: row["messages"][1:] for row in read_rows(config.output)}
+    thought = assistant("answer to think") | {"reasoning_content": "hm"}
+    assert answers["think"] == [thought, user("fine"), assistant("answer to fine")]
+    assert answers["ponder"] == [assistant("answer to ponder") | {"reasoning_content": "well"}]
+    assert answers["ponder and think"][0]["reasoning_content"] == "hm"
+    call = {"id": "1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
+    assert answers["call"] == [assistant("") | {"tool_calls": [call]}]
+    assert result.num_cut == 1 and result.failures == []
+    requests = read_rows(tmp_path / "server" / "requests.jsonl")
+    assert [user("think"), thought, user("fine")] in [request["messages"] for request in requests]
+
+
 def test_turns_are_asked_one_after_another_with_the_targets_own_answers(
     by_server: RegenerateConfig, start_server: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -518,6 +796,9 @@ def test_turns_are_asked_one_after_another_with_the_targets_own_answers(
     assert [row["messages"] for row in read_rows(by_server.output)] == [wanted]
     asked = [request["messages"] for request in read_rows(tmp_path / "server" / "requests.jsonl")]
     assert asked[0] == wanted[:1] and asked[-1] == wanted[:3]
+    seeds = [request["seed"] for request in read_rows(tmp_path / "server" / "requests.jsonl")]
+    dialogue = make_dialogue("messages", rows[0])
+    assert seeds[0] == dialogue.seed(0, 0) & 0x7FFFFFFF and seeds[-1] == dialogue.seed(0, 1) & 0x7FFFFFFF
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -532,22 +813,77 @@ def test_beside_a_server_the_template_of_a_local_target_is_recorded_where_it_has
     assert json.loads(settings_path(config.output).read_text())["chat_template_hash"] == wanted
 
 
+def test_what_a_content_filter_stopped_is_left_out_with_the_turns_after_it(
+    by_server: RegenerateConfig, start_server: Callable[..., str], tmp_path: Path
+) -> None:
+    rows = [{"turns": turns} for turns in (["filtered", "never asked"], ["fine", "filtered", "never asked"], ["fine"])]
+    source = write_rows(tmp_path / "filtered.jsonl", rows)
+    config = replace(by_server, source=str(source), server=start_server(), keep_unfinished=True)
+    result = regenerate(config)
+    reason = "the server's content filter stopped an answer"
+    assert (result.failures, result.left_out, result.num_cut, result.num_tokens) == ([], {reason: 1}, 1, 4 * 7)
+    cut, whole = sorted(read_rows(config.output), key=lambda row: "cut" not in row)
+    assert cut["cut"] == reason and cut["messages"] == whole["messages"] == [user("fine"), assistant("answer to fine")]
+    [left_out] = read_rows(config.output.with_name(f"{config.output.name}.left-out"))
+    assert left_out["reason"] == reason
+    assert f"left out: {reason} (1 time)" in result.lines()
+
+
 def test_what_fails_is_named_and_asked_again_by_the_next_run(
     by_server: RegenerateConfig, start_server: Callable[..., str], tmp_path: Path
 ) -> None:
-    rows = [{"prompt": f"{kind} {n}"} for n in range(4) for kind in ("fine", "refuse", "always broken")]
+    rows = [{"prompt": f"{kind} {n}"} for n in range(4) for kind in ("fine", "always broken")]
     source = write_rows(tmp_path / "bad.jsonl", rows)
     config = replace(by_server, source=str(source), server=start_server(), retries=2)
     result = regenerate(config)
     assert (result.outcome, result.exit_status, result.num_conversations) == ("failed", 1, 4)
-    assert sorted(result.failures) == [
-        "4 failed: the server failed 3 times, at last: HTTP 500 (out of order)",
-        "4 failed: the server refuses the request: HTTP 400 (I will not)",
-    ]
+    assert result.failures == ["4 failed: the server failed 3 times, at last: HTTP 500 (out of order)"]
     assert result.lines()[-1].endswith("holds 4 conversations; run again to go on")
     before = len(read_rows(tmp_path / "server" / "requests.jsonl"))
     assert regenerate(replace(config, retries=0)).num_new == 0
-    assert len(read_rows(tmp_path / "server" / "requests.jsonl")) == before + 8
+    assert len(read_rows(tmp_path / "server" / "requests.jsonl")) == before + 4
+
+
+def test_what_the_server_refuses_is_left_out_with_its_words_and_not_asked_again(
+    by_server: RegenerateConfig, start_server: Callable[..., str], tmp_path: Path
+) -> None:
+    """Although refusals are back before any answer, and more are refused than may be before the first answer."""
+    long = [["refuse, for long is " + "x" * n] for n in range(20)]
+    rows = [{"turns": turns} for turns in (["refuse"], ["fine", "refuse"], ["fine"], *long)]
+    source = write_rows(tmp_path / "refused.jsonl", rows)
+    config = replace(by_server, source=str(source), server=start_server(1.0), request_seconds=30.0)
+    result = regenerate(config)
+    assert (result.outcome, result.failures, result.num_cut, result.num_conversations) == ("finished", [], 1, 2)
+    refusal = "the server refuses the request: HTTP 400 (I will not)"
+    assert result.left_out == {"the server refuses the request: HTTP 413 (… letters are too many)": 20, refusal: 1}
+    assert {row.get("cut") for row in read_rows(config.output)} == {None, refusal}
+    left_out = {row["reason"] for row in read_rows(config.output.with_name(f"{config.output.name}.left-out"))}
+    assert len(left_out) == 21 and "the server refuses the request: HTTP 413 (25 letters are too many)" in left_out
+    before = len(read_rows(tmp_path / "server" / "requests.jsonl"))
+    again = regenerate(config)
+    assert (again.exit_status, again.num_new, again.left_out) == (0, 0, result.left_out)
+    assert len(read_rows(tmp_path / "server" / "requests.jsonl")) == before
+    source = write_rows(tmp_path / "second.jsonl", rows[1:2])
+    second = regenerate(replace(config, source=str(source), output=tmp_path / "second-answers.jsonl"))
+    assert (second.failures, second.num_cut) == ([], 1), "its own first turn tells that the settings are right"
+
+
+def test_where_all_questions_are_refused_nothing_is_left_out(
+    by_server: RegenerateConfig, start_server: Callable[..., str], tmp_path: Path
+) -> None:
+    """Then the settings are wrong, such as a parameter that the server does not know, and the run ends early."""
+    source = write_rows(tmp_path / "refused.jsonl", [{"prompt": f"refuse {n}"} for n in range(200)])
+    config = replace(by_server, source=str(source), server=start_server())
+    result = regenerate(config)
+    assert (result.outcome, result.exit_status, result.left_out) == ("failed", 1, {})
+    given_up, reason = result.failures
+    num_refused = int(reason.partition(" ")[0])
+    assert 16 <= num_refused < 16 + 6
+    assert given_up == f"given up: the server refused {num_refused} conversations and answered none"
+    assert reason == f"{num_refused} failed: the server refuses the request: HTTP 400 (I will not)"
+    assert not config.output.with_name(f"{config.output.name}.left-out").exists()
+    few = regenerate(replace(config, max_conversations=3))
+    assert few.failures == ["3 failed: the server refuses the request: HTTP 400 (I will not)"]
 
 
 def test_a_server_that_dies_ends_the_run_early_and_the_next_goes_on(
@@ -625,6 +961,32 @@ def test_kill_dash_nine_and_resume_lose_and_double_nothing(
     else:
         wanted = answer_here(replace(config, output=tmp_path / "whole.jsonl"))
         assert by_id(read_rows(output)) == by_id(wanted)
+
+
+def test_sums_and_speed_are_of_this_run_and_tell_left_out_from_failed(
+    config: RegenerateConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answering, "time", SimpleNamespace(monotonic=lambda: 104.0))
+    file = AnswerFile(config.output, make_settings(config, None))
+    reader = DialogueReader(open_source(config.source))
+    told: list[Any] = []
+    answered = [user("x"), assistant("y")]
+    Run(config, file, reader, told.append).add([Outcome("1" * 16, answered, num_tokens=1000)])
+    assert told[-1].tokens_per_second == 0.0, "nothing is known before it has started"
+    run = Run(config, file, reader, told.append)
+    run.started = 100.0
+    outcomes = [
+        Outcome("2" * 16, answered, num_tokens=30, num_changed=1),
+        Outcome("3" * 16, [], num_tokens=8, reason="a"),
+    ]
+    run.add([*outcomes, Outcome("4" * 16, [], num_tokens=2, reason="b", failed=True)])
+    assert told[-1] == Answering(
+        num_done=3, num_rows=22, num_left_out=1, num_failed=1, num_tokens=40, tokens_per_second=10.0
+    )
+    run.add([Outcome("4" * 16, answered, num_tokens=5)])
+    assert (told[-1].num_done, told[-1].num_tokens, told[-1].tokens_per_second) == (4, 45, 11.25)
+    assert (run.num_new, run.num_tokens, run.num_changed, run.failed) == (3, 45, 1, {"b": 1})
+    file.close()
 
 
 # The file
