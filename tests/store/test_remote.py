@@ -17,7 +17,6 @@ import torch
 
 from dflash_train.store import objects as objects_module
 from dflash_train.store import upload as upload_module
-from dflash_train.store.cache import RangeCache
 from dflash_train.store.creation import clean_staging, create_store, store_lock
 from dflash_train.store.files import StoreError
 from dflash_train.store.location import StoreUrl, located, parse_store
@@ -527,20 +526,6 @@ def test_full_disk_ends_the_caching_and_nothing_else(
     monkeypatch.undo()
     assert_same_samples(reader, StoreReader(stored))
     assert caplog.text.count("No more rows are kept in") <= 1
-
-
-def test_ranges_are_shared_and_counted_across_caches(tmp_path: Path) -> None:
-    one, two = RangeCache(tmp_path / "c", 100), RangeCache(tmp_path / "c", 100)
-    assert one.store("s/a-0-60", bytes(60)) and two.has("s/a-0-60")
-    assert not two.store("s/b-0-60", bytes(60)) and two.full
-    assert one.store("s/c-0-40", bytes(range(40)))
-    buffer = bytearray(10)
-    assert two.read_into("s/c-0-40", memoryview(buffer), 5) and bytes(buffer) == bytes(range(5, 15))
-    assert not two.read_into("s/c-0-40", memoryview(buffer), 35), "it ends before"
-    assert one.drop("s/a-0-60") and not one.drop("s/a-0-60")
-    assert one.store("s/d-0-60", bytes(60)) and not one.store("s/e-0-1", bytes(1))
-    (tmp_path / "c" / "usage").unlink()
-    assert RangeCache(tmp_path / "c", 100).store("s/f-0-1", b"x") is False, "counted anew"
 
 
 def test_mirror_without_space_says_so(stored: Path, location: StoreUrl, monkeypatch: pytest.MonkeyPatch) -> None:
