@@ -230,7 +230,8 @@ def test_counts_and_padding_are_checked_beyond_checksums(maker: Any, tmp_path: P
         return change
 
     counts: list[tuple[str, Any]] = [("num_samples", 3), ("num_tokens", 1), ("num_rows", 10**6), ("num_rows", "x")]
-    for name, value in [*counts, ("quarantined", 1)]:
+    columns = ["id", "group", "length", "first_row", "supervised", "crc32c"]
+    for name, value in [*counts, ("quarantined", 1), ("sample_columns", columns)]:
         assert with_copy("zarr.json", set_attribute(name, value)).segment == folder.name
     problem = with_copy("features/zarr.json", lambda data: data.replace(b"uint16", b"int16").replace(b"int8", b"uint8"))
     assert "features" in problem.text
@@ -241,6 +242,38 @@ def test_calibration_of_another_store_is_reported(bf16: Any, tmp_path: Path) -> 
     rewrite(path, "calibration/channel_scale/c/0", lambda data: data[::-1])
     (problem,) = verify_store(path).problems
     assert "not the one of the manifest" in problem.text
+
+
+def reshape(data: bytes, wanted: tuple[int, int], found: tuple[int, int]) -> bytes:
+    """A zarr.json of as many values in another shape."""
+    metadata = json.loads(data)
+    assert tuple(metadata["shape"]) == wanted
+    metadata["shape"] = metadata["chunk_grid"]["configuration"]["chunk_shape"] = list(found)
+    return json.dumps(metadata).encode()
+
+
+@pytest.mark.parametrize("table", ["frozen/embed_tokens", "frozen/lm_head"])
+def test_a_frozen_table_of_another_shape_is_reported(with_: Any, tmp_path: Path, table: str) -> None:
+    path = with_(tied=False).create(tmp_path / "s.zarr")
+    rewrite(path, f"{table}/zarr.json", lambda data: reshape(data, (11, 8), (8, 11)))
+    (problem,) = verify_store(path).problems
+    assert problem.file == table and "has shape [8, 11], wanted [11, 8]" in problem.text
+
+
+def test_a_projection_of_another_shape_is_reported(with_: Any, tmp_path: Path) -> None:
+    """Its values, and so the manifest's hash of the calibration, are the same."""
+    path = with_(encoding_name="projected-int8").create(tmp_path / "s.zarr")
+    rewrite(path, "calibration/projection/zarr.json", lambda data: reshape(data, (7, 24), (24, 7)))
+    (problem,) = verify_store(path).problems
+    assert problem.file == "calibration" and "projection [24, 7]" in problem.text
+
+
+def test_a_config_that_is_no_json_is_reported(bf16: Any, tmp_path: Path) -> None:
+    path = bf16.create(tmp_path / "s.zarr")
+    rewrite(path, "frozen/target/config.json", lambda data: data[:-1])
+    rewrite(path, "frozen/target/chat_template.jinja", lambda data: b"{")  # not JSON in any store
+    (problem,) = verify_store(path).problems
+    assert problem.file == "frozen/target/config.json" and "is no JSON" in problem.text
 
 
 def test_nothing_to_verify_raises(bf16: Any, tmp_path: Path) -> None:
