@@ -45,7 +45,7 @@ def test_reference_samples_are_kept_as_tapped_and_never_listed(maker: Any, tmp_p
     path = maker.store(tmp_path / "s.zarr")
     before = StoreReader(path).samples.tolist()
     add_reference(maker, path, [3, 20])
-    add_reference(maker, path, [3, 5])  # once more, as after a kill between two commits
+    add_reference(maker, path, [3, 5])  # once more, as after its segment was removed
     assert StoreReader(path).samples.tolist() == before
     samples = read(path, maker)
     assert [sample.id for sample in samples] == [1003, 1020, 1005]
