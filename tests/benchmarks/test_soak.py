@@ -41,7 +41,9 @@ def test_a_kill_counts_for_what_both_threads_did(tmp_path: Path, main: int, writ
 
 def sample(identity: int) -> Sample:
     features = np.arange(300).astype(np.int8)[:, None]
-    return Sample(identity, 7, np.arange(300, dtype=np.int32), np.ones(300, np.uint8), features, np.ones((300, 1), np.float32))
+    return Sample(
+        identity, 7, np.arange(300, dtype=np.int32), np.ones(300, np.uint8), features, np.ones((300, 1), np.float32)
+    )
 
 
 def neighbours(found: Sample, number: int, step: int = 1) -> Sample:
