@@ -119,6 +119,19 @@ def test_features_come_by_range_once(stored: Path, s3: Any, location: StoreUrl) 
     assert_same_samples_of(StoreReader(stored), reader, (1, 3))
 
 
+def test_other_rows_of_large_segments_come_by_range_too(
+    stored: Path, s3: Any, location: StoreUrl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_module, "WHOLE_BYTES", 7)
+    reader = StoreReader(location)
+    s3.requests()
+    for _ in range(2):
+        assert len(reader.read(3).token_ids) == 32
+    ranges = [tuple(map(int, line.rpartition("=")[2].split("-"))) for line in s3.requests()]
+    assert sorted(end - start + 1 for start, end in ranges) == [32, 4 * 32, 48 * 32]
+    assert_same_samples(StoreReader(stored), reader)
+
+
 def assert_same_samples_of(one: StoreReader, two: StoreReader, indices: Any) -> None:
     for index in indices:
         assert np.array_equal(one.read(index).features, two.read(index).features)
@@ -208,7 +221,8 @@ def test_new_segments_come_with_refresh_and_removed_ones_leave_the_mirror(
 def test_store_made_anew_at_the_same_url_replaces_the_mirror(
     with_: Any, stored: Path, s3: Any, location: StoreUrl
 ) -> None:
-    StoreReader(location)
+    old = StoreReader(location).tokenizer_path() / "added_tokens.json"
+    old.write_text("{}")  # as if the old target had had one
     for name in s3.objects():
         s3.remove(name)
     other = with_(encoding_name="int8")
@@ -217,6 +231,7 @@ def test_store_made_anew_at_the_same_url_replaces_the_mirror(
     reader = StoreReader(location)
     assert reader.manifest.encoding == "int8" and len(reader.samples) == 1
     assert reader.read(0).features.dtype == np.int8
+    assert reader.tokenizer_path() == old.parent and not old.exists()
 
 
 def test_any_other_fsspec_backend_will_do(bf16: Any, tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def rewrite(folder: Any, name: str, change: Any) -> None:
 
 def test_counts_and_padding_are_checked_beyond_checksums(maker: Any, tmp_path: Path) -> None:
     path = maker.create(tmp_path / "s.zarr")
-    folder = path / "segments" / maker.add_segment(path, [1, 4])
+    folder = path / "segments" / maker.add_segment(path, [1, 4, 5])
 
     def with_copy(name: str, change: Any) -> Any:
         shutil.copytree(folder, tmp_path / "backup")
@@ -218,7 +218,16 @@ def test_counts_and_padding_are_checked_beyond_checksums(maker: Any, tmp_path: P
     assert problem.sample == f"{1004:016x}" and "supervised tokens but the table says 0" in problem.text
     problem = with_copy("samples/c/0/0", set_column(1, 5, 7))
     assert "not 00000007" in problem.text
-    for row, column, value in [(0, 3, 8), (0, 2, 1), (1, 2, 0), (0, 3, 0), (1, 3, 2**62), (1, 2, -64), (0, 4, 99)]:
+    for row, column, value in [
+        (0, 3, 8),
+        (0, 2, 1),
+        (1, 2, 0),
+        (0, 3, 0),
+        (1, 3, 2**62),
+        (1, 2, -64),
+        (0, 4, 99),
+        (0, 4, -1),
+    ]:
         assert "samples" in with_copy("samples/c/0/0", set_column(row, column, value)).text
 
     def set_attribute(name: str, value: Any) -> Any:
@@ -229,10 +238,14 @@ def test_counts_and_padding_are_checked_beyond_checksums(maker: Any, tmp_path: P
 
         return change
 
-    counts: list[tuple[str, Any]] = [("num_samples", 3), ("num_tokens", 1), ("num_rows", 10**6), ("num_rows", "x")]
+    counts: list[tuple[str, Any]] = [("num_samples", 4), ("num_tokens", 1), ("num_rows", 10**6), ("num_rows", "x")]
     columns = ["id", "group", "length", "first_row", "supervised", "crc32c"]
     for name, value in [*counts, ("quarantined", 1), ("sample_columns", columns)]:
         assert with_copy("zarr.json", set_attribute(name, value)).segment == folder.name
+    problem = with_copy("features/zarr.json", set_attribute("dtype_view", "float8"))
+    assert "features is " in problem.text
+    problem = with_copy("samples/zarr.json", lambda data: data.replace(b"int64", b"uint64"))
+    assert "samples has shape" in problem.text
     problem = with_copy("features/zarr.json", lambda data: data.replace(b"uint16", b"int16").replace(b"int8", b"uint8"))
     assert "features" in problem.text
 
