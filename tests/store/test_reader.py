@@ -215,6 +215,14 @@ def test_a_channel_scale_of_another_kind_is_refused(bf16: Any, tmp_path: Path, c
         StoreReader(path)
 
 
+def test_a_manifest_that_was_edited_is_refused(bf16: Any, tmp_path: Path) -> None:
+    path = bf16.create(tmp_path / "s.zarr")
+    text = (path / "zarr.json").read_text()
+    (path / "zarr.json").write_text(text.replace('"embedding_scale": 1.0', '"embedding_scale": 8.0'))
+    with pytest.raises(StoreError, match=r"s\.zarr/zarr\.json has crc32c .* it is damaged"):
+        StoreReader(path)
+
+
 def test_shard_rewritten_by_zarr_in_another_order_is_refused(bf16: Any, tmp_path: Path) -> None:
     path = bf16.create(tmp_path / "s.zarr")
     name = bf16.add_segment(path, [6])
