@@ -215,6 +215,23 @@ def test_a_channel_scale_of_another_kind_is_refused(bf16: Any, tmp_path: Path, c
         StoreReader(path)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "calibration/channel_scale/c/0",
+        "calibration/eigenvalues/c/0",
+        "frozen/embed_tokens/c/0/0",
+        "frozen/target/config.json",
+    ],
+)
+def test_damage_in_a_stores_own_files_is_refused(with_: Any, tmp_path: Path, name: str) -> None:
+    path = with_(encoding_name="projected-int8").create(tmp_path / "s.zarr")
+    damage(path / name, 5)
+    with pytest.raises(StoreError, match=rf"{name} has crc32c .* it is damaged"):
+        reader = StoreReader(path)
+        _ = reader.calibration, reader.frozen_embed_tokens(), reader.target_config()
+
+
 def test_a_manifest_that_was_edited_is_refused(bf16: Any, tmp_path: Path) -> None:
     path = bf16.create(tmp_path / "s.zarr")
     text = (path / "zarr.json").read_text()

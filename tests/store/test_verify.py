@@ -203,6 +203,8 @@ def test_counts_and_padding_are_checked_beyond_checksums(maker: Any, tmp_path: P
     last = -(4 + 16 * (len((folder / "features/c/0/0").read_bytes()) // (32 * row_bytes))) - 1
     problem = with_copy("features/c/0/0", lambda data: data[:last] + b"\x01" + data[last + 1 :])
     assert "padding rows that are not zero" in problem.text
+    problem = with_copy("features/c/0/0", lambda data: data[:-1] + bytes([data[-1] ^ 1]))
+    assert "is no flat shard" in problem.text
     problem = with_copy("token_ids/c/0", lambda data: data[:32] + b"\x01" + data[33:])
     assert problem.file == "token_ids"
 
