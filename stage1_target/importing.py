@@ -88,11 +88,13 @@ def import_store(config: ImportConfig, report: Report | None = None) -> ImportRe
         reader, other = open_if_there(config.store), config.calibration_from
         manifests = [None if reader is None else reader.manifest, None if other is None else open_manifest(other)]
         encoding = resolve_encoding(config.encoding, config.rank, len(layer_ids), hidden_size, *manifests)
-        if other is not None:
-            calibration_of(other, layer_ids, encoding)  # refused now, not after the target is loaded
+        # refused now, not after the target is loaded
+        calibration = None if other is None else calibration_of(other, layer_ids, encoding)
         tokenizer = load_tokenizer(config.target)
         if reader is not None:
             known = known_without_weights(config.target, model_config, tokenizer, layer_ids, encoding)
+            if calibration is not None:
+                known["calibration_hash"] = calibration.hash
             refuse_differences(config.store, reader.manifest.differences(replace(reader.manifest, **known)))
         clean_staging(config.store)
         run = _Import(config, layout, encoding, tokenizer.pad_token_id, report)
@@ -109,7 +111,7 @@ def import_store(config: ImportConfig, report: Report | None = None) -> ImportRe
         target = load_target(replace(config.target, dtype=dtype), layer_ids, config.device)
         run.check(target, pending)
         if reader is None:
-            calibration = run.calibrate(target, pending)
+            calibration = calibration or run.calibrate(pending)
             create_store(
                 config.store, build_manifest(target, encoding, calibration.hash), calibration, frozen_target(target)
             )
@@ -234,11 +236,9 @@ class _Import:
                 "used"
             )
 
-    def calibrate(self, target: Target, files: Sequence[StateFile]) -> Calibration:
+    def calibrate(self, files: Sequence[StateFile]) -> Calibration:
         """Channel scale, and projection, of a draw of files of their own order."""
         config, encoding = self.config, self.encoding
-        if config.calibration_from is not None:
-            return calibration_of(config.calibration_from, target.target_layer_ids, encoding)
         order = np.random.default_rng([config.seed, 1]).permutation(len(files)).tolist()
 
         def states() -> Iterator[torch.Tensor]:

@@ -52,9 +52,10 @@ class PlanKeeper:
         longest = int(reader.samples["length"].max(initial=0)) if reader is not None else 0
         num_samples, num_tokens = (len(reader.samples), reader.num_tokens) if reader is not None else (0, 0)
         if reader is not None:
-            consumed = read_consumed(store)
-            num_samples += len(consumed.ids - reader.stored_ids())
-            num_tokens += consumed.num_tokens
+            consumed, stored = read_consumed(store), reader.samples
+            again = np.isin(stored["id"], np.fromiter(consumed.ids, np.int64))  # copies of held-out samples
+            num_samples += len(consumed.ids) - int(again.sum())
+            num_tokens += consumed.num_tokens - int(stored["length"][again].sum())
         self._samples = num_samples + len(pending_lengths)
         self._tokens = num_tokens + int(pending_lengths.sum())
         self._longest = max(longest, int(pending_lengths.max(initial=0)))

@@ -7,7 +7,7 @@ and each rank can repeat it to the same result.
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from dflash_train.stage2_drafter.rows import (
 from dflash_train.stage2_drafter.run_folder import Round, read_ledger, read_rounds
 from dflash_train.store.joined import open_stores
 from dflash_train.store.location import StoreLocation
-from dflash_train.store.manifest import Manifest
+from dflash_train.store.manifest import Manifest, StoreError
 from dflash_train.store.mask_token import default_mask_token, mask_token_wanted
 from dflash_train.store.plan import read_plan
 from dflash_train.store.reader import StoreReader
@@ -235,7 +235,7 @@ def make_drafter_config(config: TrainConfig, reader: StoreReader) -> DrafterConf
             manifest=manifest,
             num_layers=config.num_layers,
             block_size=config.block_size,
-            mask_token_id=resolve_mask_token(config.mask_token, manifest.vocab_size, reader.tokenizer_path()),
+            mask_token_id=resolve_mask_token(config.mask_token, manifest.vocab_size, reader.tokenizer_path),
         )
     path = config.drafter_config
     try:
@@ -260,7 +260,7 @@ def _initial_drafter_config(config: TrainConfig, path: Path, reader: StoreReader
 def _fitted(drafter_config: DrafterConfig, config: TrainConfig, reader: StoreReader, source: Path) -> DrafterConfig:
     """A drafter config that was read, with the mask token that was asked for, checked against the store."""
     if config.mask_token is not None:
-        mask_token_id = resolve_mask_token(config.mask_token, reader.manifest.vocab_size, reader.tokenizer_path())
+        mask_token_id = resolve_mask_token(config.mask_token, reader.manifest.vocab_size, reader.tokenizer_path)
         drafter_config = dataclasses.replace(drafter_config, mask_token_id=mask_token_id)
     check_drafter(drafter_config, reader.manifest, config.store, source)
     return drafter_config
@@ -298,10 +298,10 @@ def check_drafter(drafter_config: DrafterConfig, manifest: Manifest, store: Stor
         )
 
 
-def resolve_mask_token(mask_token: int | str | None, vocab_size: int, tokenizer_path: Path) -> int:
+def resolve_mask_token(mask_token: int | str | None, vocab_size: int, tokenizer_path: Callable[[], Path]) -> int:
     """The id whose embedding row fills the block's open slots: an existing row that no text is tokenised to.
 
-    The id or text given, else `default_mask_token`.
+    The id or text given, else `default_mask_token`. An id needs no tokenizer: its files may be damaged.
     """
     if isinstance(mask_token, str) and mask_token.isdecimal():
         mask_token = int(mask_token)
@@ -330,13 +330,15 @@ def resolve_mask_token(mask_token: int | str | None, vocab_size: int, tokenizer_
     return default
 
 
-def _load_tokenizer(path: Path) -> Any:
+def _load_tokenizer(path: Callable[[], Path]) -> Any:
     from transformers import AutoTokenizer
 
+    way_out = "Give --mask-token with the id of an unused row of the embedding."
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        folder = path()
+    except StoreError as error:
+        raise InputError(f"{error} {way_out}") from error
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
-        raise InputError(
-            f"The store's tokenizer in {path} cannot be loaded ({error}). Give --mask-token with the id of an unused "
-            "row of the embedding."
-        ) from error
+        raise InputError(f"The store's tokenizer in {folder} cannot be loaded ({error}). {way_out}") from error

@@ -151,7 +151,6 @@ def _is_as_written(metadata: Mapping[str, Any], info: ArrayInfo) -> bool:
     one_chunk = (
         _name(metadata["chunk_grid"]) == "regular"
         and tuple(chunk_shape[1:]) == info.shape[1:]
-        and chunk_shape[0] >= info.shape[0]
         and _name(keys) == "default"
         and (isinstance(keys, str) or keys.get("configuration", {}).get("separator", "/") == "/")
     )

@@ -6,7 +6,9 @@ the store it would find 15 % again (c + (1 - c) ln(1 - c) for a share c), and a 
 what this run has used stays; only what earlier runs left is removed, the longest unused first, and when all of it is
 used, nothing more is stored. A file that is damaged here is found by its samples' crc32c and fetched again.
 
-The number of bytes stands in `usage`, under an flock; it is counted anew whenever a process opens the cache.
+The number of bytes stands in `usage`, under an flock. It may be too large, where two processes fetched one range at once,
+or a range was dropped or not written whole; so it is counted anew when it reaches the limit, and when a process opens the
+cache.
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ class RangeCache:
                 if path.exists():
                     return True
                 if usage.num_bytes + size > self.limit_bytes:
-                    usage.num_bytes -= self._evict(usage.num_bytes + size - self.limit_bytes)
+                    usage.num_bytes = self._evict(self.limit_bytes - size)
                 if usage.num_bytes + size > self.limit_bytes:
                     self.full = True
                     return False
@@ -94,18 +96,15 @@ class RangeCache:
                 with temporary.open("xb") as file:  # its size counts from now on, whoever counts
                     file.truncate(size)
                 usage.num_bytes += size
-            try:
-                with temporary.open("r+b", buffering=0) as file:
-                    rest = memoryview(data)
-                    while len(rest):
-                        rest = rest[file.write(rest) :]
+            with temporary.open("r+b", buffering=0) as file:
+                rest = memoryview(data)
+                while len(rest):
+                    rest = rest[file.write(rest) :]
+            with self._usage():  # a count that goes on meanwhile might see neither name
                 temporary.rename(path)
-            except OSError:
-                temporary.unlink(missing_ok=True)
-                with self._usage() as usage:
-                    usage.num_bytes -= size
-                raise
         except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
             if not self.full:
                 logger.warning("No more rows are kept in %s: %s.", self.folder, error.strerror or error)
             self.full = True
@@ -114,26 +113,27 @@ class RangeCache:
 
     def drop(self, name: str) -> bool:
         """Forget a range; whether there was one."""
-        path = self.folder / name
         try:
-            with self._usage() as usage:
-                size = path.stat().st_size
-                path.unlink()
-                usage.num_bytes -= size
+            (self.folder / name).unlink()
         except OSError:
             return False
         return True
 
-    def _evict(self, num_bytes: int) -> int:
-        """Remove what was unused since before this process began, the oldest first, until so many bytes are free."""
-        freed = 0
-        for path, used_at, size in sorted(self._entries(), key=lambda entry: entry[1]):
-            if freed >= num_bytes or used_at >= self._began:
+    def _evict(self, most_bytes: int) -> int:
+        """Remove what was unused since before this process began, the oldest first, until at most so many bytes are left.
+
+        Returns how many are left, counted anew. What another process is writing stays.
+        """
+        entries = sorted(self._entries(), key=lambda entry: entry[1])
+        num_bytes = sum(size for _path, _time, size in entries)
+        for path, used_at, size in entries:
+            if num_bytes <= most_bytes or used_at >= self._began:
                 break
-            with contextlib.suppress(OSError):
-                path.unlink()
-                freed += size
-        return freed
+            if not path.name.startswith(TEMPORARY):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                    num_bytes -= size
+        return num_bytes
 
     def _entries(self) -> Iterator[tuple[Path, float, int]]:
         """Path, time of last use and bytes of every range; what dead processes left half-written is removed."""

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from dflash_train.errors import InputError
 
 CACHE_BYTES = 50_000_000_000
-"""Most bytes of rows that are kept of stores at URLs, unless --cache-bytes says otherwise."""
+"""Most bytes of rows that are kept of each store at a URL, unless --cache-bytes says otherwise."""
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*(?:::[A-Za-z0-9+.:/-]*)?)://(.*)", re.DOTALL)
 _SECRETS = (

@@ -362,8 +362,7 @@ class StoreReader:
         return config
 
     def tokenizer_path(self) -> Path:
-        """Return the folder with the target's config.json and tokenizer files, for AutoTokenizer."""
-        if self._remote is not None:
-            names = self._remote.names_below(TARGET_FILES)
-            self._read_own(TARGET_FILES, lambda: [read_summed(self.folder, name, self._checksums) for name in names])
+        """Return the folder with the target's config.json and tokenizer files, for AutoTokenizer; StoreError if damaged."""
+        names = [name for name in self._checksums if name.startswith(f"{TARGET_FILES}/")]
+        self._read_own(TARGET_FILES, lambda: [read_summed(self.folder, name, self._checksums) for name in names])
         return self.folder / TARGET_FILES

@@ -116,7 +116,7 @@ def open_references(store: StoreLocation, encoding: Encoding) -> list[Segment]:
 def read_references(segments: list[Segment]) -> Iterator[Sample]:
     """Read each reference sample once, features uint16 [T, L * H]; damage raises StoreError.
 
-    A worker that was killed between the two commits leaves a sample here that is stored, and kept, again.
+    Of equal ids the first counts: a sample whose segment was removed without a record is stored, and kept, again.
     """
     seen: set[int] = set()
     for segment in segments:

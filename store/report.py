@@ -97,7 +97,7 @@ def reference_energy(reader: StoreReader, samples: Iterable[Sample]) -> list[flo
     encoding, calibration = reader.encoding, reader.calibration
     states = from_stored(np.concatenate(tokens), "bfloat16").float()
     rms = states.square().mean(1).sqrt()
-    states = states[(rms > 0) & (rms <= OUTLIER_FACTOR * rms.median())]
+    states = states[rms <= OUTLIER_FACTOR * rms.median()]
     scaled = states / calibration.channel_scale
     left = encoding.decode(*encoding.encode(states, calibration), calibration, torch.float32)
     left = encoding.scaled_states(left, calibration)

@@ -186,6 +186,9 @@ def test_differences_are_paired_by_seed() -> None:
     assert difference.relative == pytest.approx(-0.01 / 3)
     assert str(difference) == "-0.010 ± 0.006 (-0.3%)"
     assert quality_table.paired_difference(lines, "fp8", "bf16") is None
+    lines.append(line("int8", 0, 2.02))  # run again: the newest counts
+    newer = quality_table.paired_difference(lines, "int8", "bf16")
+    assert newer is not None and newer.mean == pytest.approx(0.0) and newer.num_pairs == 3
 
 
 @pytest.mark.parametrize(

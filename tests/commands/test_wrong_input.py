@@ -1723,7 +1723,7 @@ CASES: dict[str, list[Case]] = {
             "a store whose tokenizer is cut short",
             TRAIN,
             1,
-            "The store's tokenizer in store.zarr/frozen/target cannot be loaded (…). Give --mask-token with the id of an unused row of the embedding.",
+            "store.zarr/frozen/target/tokenizer.json has … bytes but … were written; it is damaged. Give --mask-token with the id of an unused row of the embedding.",
             edit("store.zarr/frozen/target/tokenizer.json", half),
         ),
         Case(

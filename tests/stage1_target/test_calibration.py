@@ -7,6 +7,8 @@ import torch
 
 from dflash_train.errors import InputError
 from dflash_train.stage1_target.calibration import ChannelMedians, calibrate, channel_scale, draw_samples
+from dflash_train.stage1_target.extract_config import ExtractConfig
+from dflash_train.stage1_target.import_config import ImportConfig
 from dflash_train.stage1_target.target import Target, load_target
 from dflash_train.stage1_target.target_config import TargetConfig
 
@@ -81,6 +83,12 @@ def test_draw_is_seeded_and_just_large_enough() -> None:
         drawn.tolist() == draw_samples(lengths, 1000, seed=0).tolist() != draw_samples(lengths, 1000, seed=1).tolist()
     )
     assert sorted(draw_samples(lengths, 10**9, seed=0)) == list(range(507))
+
+
+@pytest.mark.parametrize("config", [ExtractConfig, ImportConfig])
+def test_calibration_takes_64_k_tokens_where_nothing_else_is_said(config: type) -> None:
+    """The eigenvectors of a projection need them; the tests are content with fewer."""
+    assert config.calibration_tokens >= 2**16  # type: ignore[attr-defined]
 
 
 def test_calibration_that_is_out_of_memory_goes_on_with_halves_and_leaves_out_what_does_not_fit(

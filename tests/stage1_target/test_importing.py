@@ -603,8 +603,57 @@ def test_projected_stores_are_fitted_on_the_files_and_keep_references(
     assert report["manifest"]["rank"] == 16 and report["reference"]["samples"] >= 1
     assert all(0.3 < layer["reference_energy_kept"] < 1 for layer in report["features"])
     other = replace(config, store=tmp_path / "other", rank="auto", calibration_from=config.store)
+    other = replace(other, seed=7, calibration_tokens=64)  # which would give another one
     assert import_store(other).num_new == 8
     assert StoreReader(other.store).manifest == StoreReader(config.store).manifest
+
+
+@pytest.fixture
+def loaded(config: ImportConfig, target: Target, monkeypatch: pytest.MonkeyPatch) -> ImportConfig:
+    """An import that need not load the target, of files that are trusted."""
+    monkeypatch.setattr(importing, "load_target", lambda *_arguments: target)
+    write_specforge(config.source, target)
+    return replace(config, check_samples=0)
+
+
+def test_files_are_stored_in_an_order_of_the_seed(loaded: ImportConfig, tmp_path: Path) -> None:
+    """So what is there after a stop is a fair sample, whatever the files are sorted by."""
+    orders = []
+    for number, seed in enumerate((0, 0, 1)):
+        import_store(replace(loaded, store=tmp_path / f"{number}.zarr", seed=seed, segment_bytes=10**9))
+        orders.append(StoreReader(tmp_path / f"{number}.zarr").samples["length"].tolist())
+    assert orders[0] == orders[1] != orders[2]
+    in_order = list(LENGTHS)
+    assert in_order not in orders and all(sorted(order) == sorted(in_order) for order in orders)
+
+
+def test_no_more_files_are_calibrated_on_than_tokens_are_asked_for(loaded: ImportConfig, tmp_path: Path) -> None:
+    scales = []
+    for number, tokens in enumerate((1, 100_000, 292)):
+        import_store(replace(loaded, store=tmp_path / f"{number}.zarr", calibration_tokens=tokens))
+        scales.append(StoreReader(tmp_path / f"{number}.zarr").channel_scale)
+    assert not np.array_equal(scales[0], scales[1])
+    np.testing.assert_array_equal(scales[1], scales[2], "all tokens there are")
+
+
+def test_a_segment_is_committed_at_its_age(loaded: ImportConfig) -> None:
+    import_store(replace(loaded, segment_bytes=10**9, segment_seconds=1e-9))
+    assert len(StoreReader(loaded.store).segment_ids) == 8
+
+
+def test_a_calibration_from_elsewhere_is_checked_before_the_target_is_loaded(
+    loaded: ImportConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import_store(loaded)
+    other = replace(loaded, store=tmp_path / "other.zarr", seed=1, calibration_tokens=1)
+    import_store(other)
+    monkeypatch.setattr(importing, "load_target", None)
+    new = replace(loaded, store=tmp_path / "new.zarr", calibration_from=loaded.store)
+    with pytest.raises(StoreError, match=r"The calibration of .* is for layers \[1, 3\] of 32 channels"):
+        import_store(replace(new, layers=(0, 3)))
+    assert not new.store.exists()
+    with pytest.raises(StoreError, match="calibration_hash: found '.*', wanted '"):
+        import_store(replace(new, store=other.store))
 
 
 def test_a_folder_without_files_and_a_wrong_setting_are_one_sentence(config: ImportConfig, target: Target) -> None:

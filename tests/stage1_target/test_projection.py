@@ -14,6 +14,7 @@ from dflash_train.stage1_target.calibration import calibrate
 from dflash_train.stage1_target.projection import (
     SecondMoment,
     fit_projection,
+    fit_states,
     leading_eigenvectors,
     read_fc,
     row_space,
@@ -91,6 +92,20 @@ def test_subspace_iteration_finds_what_numpy_finds(size: int, rank: int) -> None
     exact, whole = whole_decomposition(torch.from_numpy(matrix), rank, 0)
     np.testing.assert_allclose(exact.numpy(), values, rtol=1e-9)
     assert np.trace(whole.numpy() @ matrix @ whole.numpy().T) == pytest.approx(values.sum())
+
+
+def test_directions_that_the_draw_never_took_get_a_small_eigenvalue() -> None:
+    """It divides, so it cannot be 0; but one that is there, however small, is kept as it is."""
+    states = torch.zeros(1000, 64)
+    states[:, 0] = 1.0
+    states[:, 1:3] = torch.randn(1000, 2, generator=torch.Generator().manual_seed(0)) * torch.tensor([0.03, 0.005])
+    fitted = fit_states([states], torch.ones(64), ENCODING, torch.device("cpu"))
+    assert fitted.eigenvalues is not None
+    values = fitted.eigenvalues.double().numpy()
+    wanted = np.linalg.eigvalsh(numpy_moment(states.double().numpy()))[::-1]
+    assert 2e-6 < wanted[2] / wanted[0] < 1e-4
+    np.testing.assert_allclose(values[:3], wanted[:3], rtol=0.01)
+    np.testing.assert_allclose(values[3:], 1e-6 * values[0], rtol=1e-6)
 
 
 def test_large_matrices_are_iterated_on_and_signs_are_settled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from dflash_train.stage1_target.dealer import Dealer
 from dflash_train.stage1_target.events import Event, Note
 from dflash_train.stage1_target.extract import ExtractConfig, extract
 from dflash_train.stage1_target.ranks import Ranks
-from dflash_train.stage1_target.room import METADATA_BYTES, Room, StoredSizes, StoreSize, refuse_limit
+from dflash_train.stage1_target.room import METADATA_BYTES, PlanKeeper, Room, StoredSizes, StoreSize, refuse_limit
 from dflash_train.stage1_target.samples import DataConfig
 from dflash_train.stage1_target.schedule import Batch
 from dflash_train.stage1_target.target_config import TargetConfig
@@ -44,6 +46,34 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
 def test_what_is_no_size_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--max-store-size is"):
         ExtractConfig(target=TargetConfig(name="t"), data=DataConfig(source="d"), store=tmp_path, max_store_size=text)
+
+
+def test_a_plan_counts_every_sample_once_consumed_ones_included(tmp_path: Path) -> None:
+    """Three were consumed, of which one is stored again: a copy for evaluations."""
+    (tmp_path / "zarr.json").touch()
+    table = np.zeros((3, 6), np.int64)
+    table[:, 0], table[:, 3] = (1, 2, 3), (100, 200, 300)
+    make_folder(tmp_path / "segments" / "a", 1)
+    remove_segments(tmp_path, {"a": (table, [])})
+    samples = np.array([(2, 200), (4, 500)], [("id", "i8"), ("length", "i8")])
+    reader: Any = SimpleNamespace(samples=samples, num_tokens=700)
+    keeper = PlanKeeper(tmp_path, reader, np.array([50, 60]))
+    keeper.silent().beat()
+    assert read_plan(tmp_path) is None
+    keeper.beat()
+    plan = read_plan(tmp_path)
+    assert plan is not None and (plan.samples, plan.tokens, plan.longest) == (6, 1210, 500)
+    assert (plan.state, plan.beat) == ("running", 1)
+    keeper.beat()
+    assert read_plan(tmp_path) == plan, "again after some seconds"
+    keeper.beat("stopped")
+    stopped = read_plan(tmp_path)
+    assert stopped is not None and (stopped.state, stopped.beat, stopped.run) == ("stopped", 2, plan.run)
+    PlanKeeper(tmp_path / "none", None, np.array([50])).beat("finished")  # not there yet
+    PlanKeeper(tmp_path, None, np.array([50, 70])).beat("finished")
+    first = read_plan(tmp_path)
+    assert first is not None and (first.samples, first.tokens, first.longest) == (2, 120, 70)
+    assert first.run != plan.run
 
 
 def make_folder(path: Path, num_bytes: int) -> None:
@@ -237,6 +267,7 @@ def test_a_bounded_store_is_filled_as_somebody_consumes_it(
     assert consumed.ids and not consumed.ids & stored and len(consumed.ids | stored) == 60
     plan = read_plan(store)
     assert plan is not None and (plan.state, plan.samples) == ("finished", 60)
+    assert plan.tokens == StoreReader(store).num_tokens + consumed.num_tokens
     began = time.monotonic()
     assert extract(config).message == "nothing to do: all 60 samples are stored"
     assert time.monotonic() - began < 30

@@ -37,6 +37,7 @@ from dflash_train.stage2_drafter.train import RankDied, train
 from dflash_train.stage2_drafter.trainer import Trainer
 from dflash_train.store.calibration import Calibration
 from dflash_train.store.direct import DirectFile
+from dflash_train.store.manifest import StoreError
 from dflash_train.store.reader import StoreReader
 from dflash_train.store.segment import SegmentWriter
 
@@ -903,18 +904,25 @@ def test_drafter_for_other_layers_is_refused_naming_both(
 def test_mask_token_is_the_tokenizers_own_or_its_first_unused_row(tiny_tokenizer_folder: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    assert resolve_mask_token(None, 512, tiny_tokenizer_folder) == 3
-    assert resolve_mask_token("<|im_end|>", 512, tiny_tokenizer_folder) == 2
-    assert resolve_mask_token("17", 512, tiny_tokenizer_folder) == 17
+    assert resolve_mask_token(None, 512, lambda: tiny_tokenizer_folder) == 3
+    assert resolve_mask_token("<|im_end|>", 512, lambda: tiny_tokenizer_folder) == 2
+    assert resolve_mask_token("17", 512, lambda: tiny_tokenizer_folder) == 17
     with pytest.raises(InputError, match="'<nothing>' is no token"):
-        resolve_mask_token("<nothing>", 512, tiny_tokenizer_folder)
+        resolve_mask_token("<nothing>", 512, lambda: tiny_tokenizer_folder)
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_folder)
     tokenizer.mask_token = None
     tokenizer.save_pretrained(tmp_path)
     size = len(tokenizer)
-    assert resolve_mask_token(None, size + 5, tmp_path) == size
+    assert resolve_mask_token(None, size + 5, lambda: tmp_path) == size
     with pytest.raises(InputError, match=f"uses all {size} rows of the embedding. Give --mask-token"):
-        resolve_mask_token(None, size, tmp_path)
+        resolve_mask_token(None, size, lambda: tmp_path)
+
+    def damaged() -> Path:
+        raise StoreError("tokenizer.json has crc32c 0, not 1; it is damaged.")
+
+    assert resolve_mask_token("17", 512, damaged) == 17
+    with pytest.raises(InputError, match=r"tokenizer.json .* is damaged\. Give --mask-token with the id"):
+        resolve_mask_token(None, 512, damaged)
 
 
 def test_fp8_on_a_cpu_is_refused_before_the_run_folder_is_made(

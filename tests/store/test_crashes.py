@@ -143,7 +143,9 @@ class CrashingFiles(Files):
     def remove_tree(self, path: Path) -> None:
         def action() -> None:
             super(CrashingFiles, self).remove_tree(path)
-            self.node(path.parent).entries.pop(path.name, None)
+            node = self.node(path.parent).entries.pop(path.name, None)
+            if node is not None:  # what was in a directory may be gone from the disk before its name is
+                node.durable_entries = {}
 
         self.call(action)
 

@@ -138,6 +138,24 @@ def test_short_direct_reads_are_continued_and_the_end_is_seen(tmp_path: Path, mo
     np.testing.assert_array_equal(found, data)
 
 
+@pytest.mark.skipif(not DIRECT, reason="no O_DIRECT here")
+def test_no_more_pages_are_read_than_hold_what_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "f").write_bytes(bytes(range(250)) * 100)
+    Kernel(monkeypatch, 512)
+    preadv, sizes = os.preadv, []
+
+    def noted(descriptor: int, buffers: Any, offset: int) -> int:
+        sizes.append(len(buffers[0]))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", noted)
+    file, found = DirectFile(tmp_path / "f", straight=False), bytearray(4000)
+    for length in (8, 4000):  # from 904 bytes behind a page
+        assert file.read(memoryview(found)[:length], 0, 5000) == length
+        assert found[:length] == (bytes(range(250)) * 16)[:length]
+    assert sizes == [4096, 8192]
+
+
 def test_direct_files_are_closed(bf16: Any, tmp_path: Path) -> None:
     path = bf16.store(tmp_path / "s.zarr")
     before = len(list(Path("/proc/self/fd").iterdir()))

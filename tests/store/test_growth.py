@@ -164,6 +164,29 @@ def test_a_dropped_segment_can_be_replaced_by_a_copy_of_some_of_its_samples(bf16
     assert np.array_equal(again.read(7).features, sample.features)
 
 
+def test_samples_of_several_stores_stand_in_the_order_of_stores_and_rows(bf16: Any, tmp_path: Path) -> None:
+    one, two = bf16.create(tmp_path / "one"), bf16.create(tmp_path / "two")
+    bf16.add_segment(one, [5, 3])
+    bf16.add_segment(two, [4, 3, 1])
+    joined = open_stores([one, two])
+    assert joined.samples["id"].tolist() == [1005, 1003, 1004, 1001]
+    assert [joined.read(index).id for index in range(4)] == [1005, 1003, 1004, 1001]
+
+
+def test_a_segment_that_goes_while_a_store_is_opened_is_left_out(
+    bf16: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = bf16.store(tmp_path / "store")
+    names = list_segments(store)
+    monkeypatch.setattr(reader_module, "list_local_segments", lambda _store: [names[0], "gone", *names[1:]])
+    reader = StoreReader(store)
+    assert reader.segment_ids == names and len(reader.samples) == 14
+    assert reader.read(13).id == 1013 and reader.refresh() == 0
+    (store / "segments" / "gone").mkdir()  # there, and no segment
+    with pytest.raises(StoreError, match=r"gone/checksums\.json could not be read"):
+        StoreReader(store)
+
+
 @pytest.mark.parametrize("stop_at", range(1, 8))
 def test_a_kill_at_any_call_of_a_removal_leaves_every_sample_somewhere(bf16: Any, tmp_path: Path, stop_at: int) -> None:
     store = bf16.store(tmp_path / "store")

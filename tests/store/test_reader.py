@@ -12,6 +12,7 @@ import torch
 import zarr
 
 from dflash_train.store.arrays import read_array_info
+from dflash_train.store.checksums import format_checksums, read_checksums, sum_contents
 from dflash_train.store.encoding import from_stored
 from dflash_train.store.manifest import StoreError
 from dflash_train.store.reader import StoreReader
@@ -190,6 +191,55 @@ def test_damaged_rows_name_sample_and_segment(maker: Any, tmp_path: Path) -> Non
     assert StoreReader(path, verify=False).read(0).id == 1004
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "config.json"])
+def test_damaged_files_of_the_target_are_not_handed_out(bf16: Any, tmp_path: Path, name: str) -> None:
+    reader = StoreReader(bf16.create(tmp_path / "s.zarr"))
+    damage(reader.folder / "frozen/target" / name, 3)
+    with pytest.raises(StoreError, match=rf"frozen/target/{name} has crc32c .* it is damaged"):
+        reader.tokenizer_path()
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [(("float32", "int32"), r"int32 of shape \[24\]"), (("float32", "uint32"), "uint32"), (("24", "23"), r"\[23\]")],
+)
+def test_a_channel_scale_of_another_kind_is_refused(bf16: Any, tmp_path: Path, change: Any, found: str) -> None:
+    """However sound its files are: features would be divided by nonsense."""
+    path = bf16.create(tmp_path / "s.zarr")
+    name, rows = "calibration/channel_scale/zarr.json", "calibration/channel_scale/c/0"
+    (path / name).write_text((path / name).read_text().replace(*change))
+    (path / rows).write_bytes((path / rows).read_bytes()[: 92 if change[0] == "24" else None])
+    sums = {file: sum_contents([(path / file).read_bytes()]) for file in (name, rows)}
+    (path / "checksums.json").write_bytes(format_checksums(read_checksums(path) | sums))
+    with pytest.raises(StoreError, match=rf"channel_scale is .*{found}.*, wanted float32 of shape \[24\]"):
+        StoreReader(path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "calibration/channel_scale/c/0",
+        "calibration/eigenvalues/c/0",
+        "frozen/embed_tokens/c/0/0",
+        "frozen/target/config.json",
+    ],
+)
+def test_damage_in_a_stores_own_files_is_refused(with_: Any, tmp_path: Path, name: str) -> None:
+    path = with_(encoding_name="projected-int8").create(tmp_path / "s.zarr")
+    damage(path / name, 5)
+    with pytest.raises(StoreError, match=rf"{name} has crc32c .* it is damaged"):
+        reader = StoreReader(path)
+        _ = reader.calibration, reader.frozen_embed_tokens(), reader.target_config()
+
+
+def test_a_manifest_that_was_edited_is_refused(bf16: Any, tmp_path: Path) -> None:
+    path = bf16.create(tmp_path / "s.zarr")
+    text = (path / "zarr.json").read_text()
+    (path / "zarr.json").write_text(text.replace('"embedding_scale": 1.0', '"embedding_scale": 8.0'))
+    with pytest.raises(StoreError, match=r"s\.zarr/zarr\.json has crc32c .* it is damaged"):
+        StoreReader(path)
+
+
 def test_shard_rewritten_by_zarr_in_another_order_is_refused(bf16: Any, tmp_path: Path) -> None:
     path = bf16.create(tmp_path / "s.zarr")
     name = bf16.add_segment(path, [6])
@@ -220,6 +270,45 @@ def test_other_codecs_are_refused(bf16: Any, tmp_path: Path) -> None:
         StoreReader(path)
     with pytest.raises(StoreError, match="describes other chunks or codecs"):
         read_array_info(folder, "token_ids")
+
+
+@pytest.mark.parametrize(
+    ("array", "change"),
+    [
+        ("features", lambda at: at["codecs"].append({"name": "crc32c"})),
+        ("features", lambda at: at["codecs"][0]["configuration"].update(index_location="start")),
+        ("features", lambda at: at["codecs"][0]["configuration"].update(chunk_shape=[64, 24])),
+        ("features", lambda at: at["codecs"][0]["configuration"].update(chunk_shape=[32, 12])),
+        ("features", lambda at: at["codecs"][0]["configuration"]["codecs"][0]["configuration"].update(endian="big")),
+        ("features", lambda at: at["codecs"][0]["configuration"]["codecs"].append({"name": "crc32c"})),
+        ("features", lambda at: at["codecs"][0]["configuration"]["index_codecs"].pop()),
+        ("features", lambda at: at["codecs"][0]["configuration"]["index_codecs"].pop(0)),
+        (
+            "features",
+            lambda at: at["codecs"][0]["configuration"]["index_codecs"][0]["configuration"].update(endian="big"),
+        ),
+        ("features", lambda at: at["chunk_grid"]["configuration"].update(chunk_shape=[96, 24])),
+        ("features", lambda at: at["chunk_grid"]["configuration"].update(chunk_shape=[64, 12])),
+        ("token_ids", lambda at: at["chunk_grid"]["configuration"].update(chunk_shape=[32])),
+        ("token_ids", lambda at: at["chunk_grid"]["configuration"].update(chunk_shape=[34])),
+        ("token_ids", lambda at: at["chunk_grid"].update(name="rectangular")),
+        ("token_ids", lambda at: at["chunk_key_encoding"].update(name="v2")),
+        ("token_ids", lambda at: at["chunk_key_encoding"]["configuration"].update(separator=".")),
+        ("token_ids", lambda at: at["codecs"][0].update(name="packbits")),
+        ("token_ids", lambda at: at["codecs"][0]["configuration"].update(endian="big")),
+        ("samples", lambda at: at["chunk_grid"]["configuration"].update(chunk_shape=[1, 3])),
+    ],
+)
+def test_metadata_of_another_layout_is_refused(bf16: Any, tmp_path: Path, array: str, change: Any) -> None:
+    """It would be valid zarr whose values lie elsewhere, or with other bytes, than this package reads them."""
+    path = bf16.create(tmp_path / "s.zarr")
+    folder = path / "segments" / bf16.add_segment(path, [4])
+    text = folder / array / "zarr.json"
+    metadata = json.loads(text.read_text())
+    change(metadata)
+    text.write_text(json.dumps(metadata))
+    with pytest.raises(StoreError, match="describes other chunks or codecs"):
+        read_array_info(folder, array)
 
 
 def test_zarr_metadata_in_its_shorter_spellings_is_read(bf16: Any, tmp_path: Path) -> None:

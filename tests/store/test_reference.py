@@ -13,7 +13,7 @@ from rich.console import Console
 from dflash_train.store import reference
 from dflash_train.store.files import Files
 from dflash_train.store.manifest import StoreError
-from dflash_train.store.reader import StoreReader
+from dflash_train.store.reader import Sample, StoreReader
 from dflash_train.store.reference import (
     ReferenceWriter,
     expected_bytes,
@@ -21,7 +21,7 @@ from dflash_train.store.reference import (
     open_references,
     read_references,
 )
-from dflash_train.store.report import format_report, store_report
+from dflash_train.store.report import format_report, reference_energy, store_report
 from dflash_train.store.verify import verify_store, walk
 
 
@@ -45,7 +45,7 @@ def test_reference_samples_are_kept_as_tapped_and_never_listed(maker: Any, tmp_p
     path = maker.store(tmp_path / "s.zarr")
     before = StoreReader(path).samples.tolist()
     add_reference(maker, path, [3, 20])
-    add_reference(maker, path, [3, 5])  # once more, as after a kill between two commits
+    add_reference(maker, path, [3, 5])  # once more, as after its segment was removed
     assert StoreReader(path).samples.tolist() == before
     samples = read(path, maker)
     assert [sample.id for sample in samples] == [1003, 1020, 1005]
@@ -131,3 +131,26 @@ def test_the_report_measures_what_the_encoding_loses(maker: Any, tmp_path: Path)
     console.print(format_report(store_report(path)))
     text = console.export_text()
     assert "3 samples, 99 tokens as tapped in bfloat16" in text and "of reference" in text
+
+
+def test_attention_sinks_do_not_count_in_what_the_encoding_keeps(with_: Any, tmp_path: Path) -> None:
+    maker = with_(encoding_name="int8")
+    reader = StoreReader(maker.create(tmp_path / "s.zarr"))
+
+    def kept(states: torch.Tensor) -> list[float]:
+        features = states.bfloat16().view(torch.int16).numpy().view(np.uint16)
+        rows = np.zeros(len(states), np.int32), np.ones(len(states), np.uint8)
+        found = reference_energy(reader, [Sample(1, 1, *rows, features, None)])
+        assert found is not None
+        return found
+
+    def with_large(factor: float) -> torch.Tensor:
+        states: torch.Tensor = maker.states(1, 32)
+        states[5] = 0
+        states[5, 3] = factor * 24**0.5  # in a single channel, so that the others round to nothing
+        states[5, [11, 19]] = 0.01
+        return states
+
+    others = torch.cat([maker.states(1, 32)[:5], maker.states(1, 32)[6:]])
+    assert kept(with_large(25.0)) == pytest.approx(kept(others), abs=1e-9)
+    assert kept(with_large(15.0)) != pytest.approx(kept(others), abs=1e-9)

@@ -16,16 +16,18 @@ import pytest
 import torch
 
 from dflash_train.store import objects as objects_module
+from dflash_train.store import remote as remote_module
 from dflash_train.store import upload as upload_module
-from dflash_train.store.cache import RangeCache
+from dflash_train.store.checksums import CHECKSUMS_NAME, format_checksums, read_checksums, sum_contents
 from dflash_train.store.creation import clean_staging, create_store, store_lock
+from dflash_train.store.download import downloaded
 from dflash_train.store.files import StoreError
 from dflash_train.store.location import StoreUrl, located, parse_store
 from dflash_train.store.objects import Objects
 from dflash_train.store.reader import StoreReader, list_segments, open_manifest
 from dflash_train.store.report import store_report
 from dflash_train.store.segment import REFERENCE, SegmentWriter
-from dflash_train.store.upload import open_segment_writer, store_exists
+from dflash_train.store.upload import open_segment_writer, store_exists, upload_segment
 from dflash_train.store.verify import verify_store
 
 
@@ -117,9 +119,81 @@ def test_features_come_by_range_once(stored: Path, s3: Any, location: StoreUrl) 
     assert_same_samples_of(StoreReader(stored), reader, (1, 3))
 
 
+def test_other_rows_of_large_segments_come_by_range_too(
+    stored: Path, s3: Any, location: StoreUrl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_module, "WHOLE_BYTES", 7)
+    reader = StoreReader(location)
+    s3.requests()
+    for _ in range(2):
+        assert len(reader.read(3).token_ids) == 32
+    ranges = [tuple(map(int, line.rpartition("=")[2].split("-"))) for line in s3.requests()]
+    assert sorted(end - start + 1 for start, end in ranges) == [32, 4 * 32, 48 * 32]
+    assert_same_samples(StoreReader(stored), reader)
+
+
 def assert_same_samples_of(one: StoreReader, two: StoreReader, indices: Any) -> None:
     for index in indices:
         assert np.array_equal(one.read(index).features, two.read(index).features)
+
+
+def wait_for_ahead(reader: StoreReader) -> int:
+    """Wait until what was begun ahead has come; returns how many ranges wait to be read."""
+    assert reader._remote is not None
+    pieces = list(reader._remote.ahead._pieces.values())
+    for future, _length in pieces:
+        future.result()
+    return len(pieces)
+
+
+def test_samples_are_fetched_ahead_and_not_again_when_they_are_read(stored: Path, s3: Any, location: StoreUrl) -> None:
+    reader = StoreReader(location)
+    s3.requests()
+    reader.read_ahead([3, 5])
+    assert wait_for_ahead(reader) == 6, "features, token ids and loss mask of each"
+    fetched = s3.requests()
+    assert len([line for line in fetched if "/features/" in line]) == 2 and len(fetched) == 4
+    reader.read_ahead([3, 5])
+    s3.fault("GET", status=500, code="InternalError")
+    assert_same_samples_of(StoreReader(stored), reader, (3, 5))
+    assert wait_for_ahead(reader) == 0
+    reader.read_ahead([3, 5])  # the cache has them
+    assert wait_for_ahead(reader) == 0 and s3.requests() == []
+
+
+def test_no_more_is_fetched_ahead_than_memory_is_for(
+    stored: Path, s3: Any, locate: Callable[..., StoreUrl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local, reader = StoreReader(stored), StoreReader(locate(cache_bytes=0))
+    token_bytes = local.encoding.bytes_per_token
+    monkeypatch.setattr(remote_module, "AHEAD_BYTES", 140 * token_bytes)
+    lengths = local.samples["length"].tolist()
+    assert lengths[4:7] == [33, 100, 507]
+    for _ in range(2):  # what was read makes room again
+        reader.read_ahead([4, 5, 6])
+        waiting = sum(length for _future, length in reader._remote.ahead._pieces.values()) if reader._remote else 0
+        assert 133 * token_bytes <= waiting <= 140 * token_bytes
+        wait_for_ahead(reader)
+        s3.requests()
+        assert_same_samples_of(local, reader, (4, 5))
+        assert s3.requests() == []
+        reader.read(6)
+
+
+def test_a_file_of_another_size_than_its_shape_asks_for_is_refused(
+    bf16: Any, s3: Any, location: StoreUrl, tmp_path: Path
+) -> None:
+    """Sound by its checksums, as another program might rewrite it."""
+    path = bf16.create(tmp_path / "local.zarr")
+    folder = path / "segments" / bf16.add_segment(path, [4, 5])
+    file = folder / "features/c/0/0"
+    file.write_bytes(file.read_bytes()[:-16])
+    sums = {"features/c/0/0": sum_contents([file.read_bytes()])}
+    (folder / CHECKSUMS_NAME).write_bytes(format_checksums(read_checksums(folder) | sums))
+    s3.upload(path, "deep/s.zarr")
+    reader = StoreReader(location)
+    with pytest.raises(StoreError, match=r"s3://.*features/c/0/0 has not the size that its shape asks for"):
+        reader.read(0)
 
 
 def test_next_opening_fetches_two_small_objects(stored: Path, s3: Any, location: StoreUrl) -> None:
@@ -147,7 +221,8 @@ def test_new_segments_come_with_refresh_and_removed_ones_leave_the_mirror(
 def test_store_made_anew_at_the_same_url_replaces_the_mirror(
     with_: Any, stored: Path, s3: Any, location: StoreUrl
 ) -> None:
-    StoreReader(location)
+    old = StoreReader(location).tokenizer_path() / "added_tokens.json"
+    old.write_text("{}")  # as if the old target had had one
     for name in s3.objects():
         s3.remove(name)
     other = with_(encoding_name="int8")
@@ -156,6 +231,7 @@ def test_store_made_anew_at_the_same_url_replaces_the_mirror(
     reader = StoreReader(location)
     assert reader.manifest.encoding == "int8" and len(reader.samples) == 1
     assert reader.read(0).features.dtype == np.int8
+    assert reader.tokenizer_path() == old.parent and not old.exists()
 
 
 def test_any_other_fsspec_backend_will_do(bf16: Any, tmp_path: Path) -> None:
@@ -289,6 +365,29 @@ def test_second_creation_is_refused_at_every_moment(
     assert verify_store(location).problems == []
 
 
+@pytest.mark.parametrize(
+    ("call", "name"), [("ages", "checksums.json"), ("put_file", "checksums.json"), ("read", "zarr.json")]
+)
+def test_of_two_creations_at_once_one_is_refused_and_changes_nothing(
+    bf16: Any, s3: Any, location: StoreUrl, monkeypatch: pytest.MonkeyPatch, call: str, name: str
+) -> None:
+    """The other one claims just before, takes over during the upload, or commits after our last look at the claim."""
+    original = getattr(Objects, call)
+
+    def meanwhile(self: Objects, given: str, *rest: Any) -> Any:
+        result = original(self, given, *rest)
+        if call != "read" or given == CHECKSUMS_NAME:
+            s3.put(f"deep/s.zarr/{name}", b"of the other")
+        return result
+
+    monkeypatch.setattr(Objects, call, meanwhile)
+    with pytest.raises(StoreError, match="(is|was) created by another process in this moment"):
+        create(bf16, location)
+    objects = s3.objects()
+    assert objects[f"deep/s.zarr/{name}"] == b"of the other"
+    assert name == "zarr.json" or "deep/s.zarr/zarr.json" not in objects
+
+
 def test_creation_that_died_at_any_request_is_no_store_and_is_taken_over(
     bf16: Any, s3: Any, location: StoreUrl, locate: Callable[..., StoreUrl], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,8 +431,48 @@ def test_failed_creation_lets_go_of_its_claim(bf16: Any, s3: Any, location: Stor
     assert len(StoreReader(location).segment_ids) == 0
 
 
-def test_commit_whose_answer_was_lost_is_not_taken_for_anothers(s3: Any, location: StoreUrl) -> None:
+def test_a_segment_that_the_service_lost_in_part_is_not_committed(
+    bf16: Any, location: StoreUrl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create(bf16, location)
+    put_file = Objects.put_file
+
+    def losing(self: Objects, name: str, path: Path) -> None:
+        if not name.endswith("token_ids/c/0"):
+            put_file(self, name, path)
+
+    monkeypatch.setattr(Objects, "put_file", losing)
+    with pytest.raises(
+        StoreError, match=r"lost what it had taken: .*token_ids/c/0 has None bytes, not \d+\. The segment"
+    ):
+        add_segment(bf16, location, [1])
+    assert list_segments(location) == []
+
+
+def test_a_committed_segment_is_not_committed_over(bf16: Any, s3: Any, location: StoreUrl, tmp_path: Path) -> None:
+    create(bf16, location)
+    name = add_segment(bf16, location, [1])
+    wanted = s3.objects()
+    (tmp_path / "zarr.json").write_bytes(b"of another machine, which drew the same id")
+    with pytest.raises(FileExistsError, match="exists already"):
+        upload_segment(Objects(location), name, tmp_path)
+    assert s3.objects() == wanted
+
+
+@pytest.mark.parametrize("has_create", [True, False])
+def test_commit_whose_answer_was_lost_is_not_taken_for_anothers(
+    s3: Any, location: StoreUrl, monkeypatch: pytest.MonkeyPatch, has_create: bool
+) -> None:
     objects = Objects(location)
+    pipe_file = objects._system.pipe_file
+
+    def without(path: str, data: bytes, mode: str = "overwrite") -> None:
+        if mode == "create":
+            raise NotImplementedError
+        pipe_file(path, data)
+
+    if not has_create:  # as of many backends: it looks first
+        monkeypatch.setattr(objects._system, "pipe_file", without)
     objects.create("a", b"mine")
     objects.create("a", b"mine")
     with pytest.raises(FileExistsError):
@@ -382,6 +521,14 @@ def test_every_flipped_cut_and_missing_object_is_found(stored: Path, s3: Any, lo
     (dead / "segments").mkdir(parents=True)
     assert verify_store(location) == wanted
     assert not list(location.spool.iterdir())
+
+
+def test_a_verification_is_left_alone_by_extracts_and_other_verifications(stored: Path, location: StoreUrl) -> None:
+    with downloaded(location) as (folder, _objects, _sizes):
+        before = sorted(folder.rglob("*"))
+        assert clean_staging(location) == 0 and verify_store(location).problems == []
+        assert sorted(folder.rglob("*")) == before
+    assert not folder.exists()
 
 
 def test_reference_samples_of_a_copied_store_are_verified(
@@ -504,10 +651,13 @@ def test_cache_keeps_its_limit_and_what_it_has(
     assert any("features" in path.name for path in {*location.row_cache.glob("*/*")} - kept)
 
 
-def test_no_cache_reads_too(stored: Path, locate: Callable[..., StoreUrl]) -> None:
+def test_no_cache_reads_too(stored: Path, s3: Any, locate: Callable[..., StoreUrl]) -> None:
     location = locate(cache_bytes=0)
     reader = StoreReader(location)
-    reader.read_ahead(range(3))
+    s3.requests()
+    for _ in range(2):  # a range is begun once
+        reader.read_ahead(range(3))
+    assert wait_for_ahead(reader) == len(s3.requests()) == 9
     assert_same_samples(reader, StoreReader(stored))
     assert not location.row_cache.exists()
 
@@ -527,20 +677,6 @@ def test_full_disk_ends_the_caching_and_nothing_else(
     monkeypatch.undo()
     assert_same_samples(reader, StoreReader(stored))
     assert caplog.text.count("No more rows are kept in") <= 1
-
-
-def test_ranges_are_shared_and_counted_across_caches(tmp_path: Path) -> None:
-    one, two = RangeCache(tmp_path / "c", 100), RangeCache(tmp_path / "c", 100)
-    assert one.store("s/a-0-60", bytes(60)) and two.has("s/a-0-60")
-    assert not two.store("s/b-0-60", bytes(60)) and two.full
-    assert one.store("s/c-0-40", bytes(range(40)))
-    buffer = bytearray(10)
-    assert two.read_into("s/c-0-40", memoryview(buffer), 5) and bytes(buffer) == bytes(range(5, 15))
-    assert not two.read_into("s/c-0-40", memoryview(buffer), 35), "it ends before"
-    assert one.drop("s/a-0-60") and not one.drop("s/a-0-60")
-    assert one.store("s/d-0-60", bytes(60)) and not one.store("s/e-0-1", bytes(1))
-    (tmp_path / "c" / "usage").unlink()
-    assert RangeCache(tmp_path / "c", 100).store("s/f-0-1", b"x") is False, "counted anew"
 
 
 def test_mirror_without_space_says_so(stored: Path, location: StoreUrl, monkeypatch: pytest.MonkeyPatch) -> None:

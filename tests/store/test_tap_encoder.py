@@ -64,6 +64,19 @@ def test_errors_are_those_of_the_decoded_states(name: str, num_tokens: int, cali
     torch.testing.assert_close(errors, exact, rtol=1e-4 if num_tokens <= 64 else 0.5, atol=1e-12)
 
 
+def test_errors_are_measured_over_the_whole_batch(calibration: Calibration) -> None:
+    """Batches are sorted by length, and later samples may be of another kind."""
+    states = torch.randn(1, 512, L * H, generator=torch.Generator().manual_seed(1)) * calibration.channel_scale
+    states[0, 256:, ::H] *= 100  # which makes the steps of these tokens coarse
+    encoder, (features, scales, _) = encode("int8", calibration, states, torch.arange(512))
+    halves = [encode("int8", calibration, half, torch.arange(256)) for half in torch.split(states, 256, dim=1)]
+    first, second = (one.errors(*given[:2]) for one, given in halves)
+    errors = encoder.errors(features, scales)
+    assert errors is not None and first is not None and second is not None
+    assert (second > 2 * first).all() or (first > 2 * second).all()
+    torch.testing.assert_close(errors, (first + second) / 2, rtol=0.2, atol=0)
+
+
 def test_bf16_has_no_error_to_measure(calibration: Calibration) -> None:
     encoder, (features, scales, _) = encode("bf16", calibration, torch.ones(1, 3, L * H), torch.arange(3))
     assert encoder.errors(features, scales) is None

@@ -186,7 +186,7 @@ def rewrite(folder: Any, name: str, change: Any) -> None:
 
 def test_counts_and_padding_are_checked_beyond_checksums(maker: Any, tmp_path: Path) -> None:
     path = maker.create(tmp_path / "s.zarr")
-    folder = path / "segments" / maker.add_segment(path, [1, 4])
+    folder = path / "segments" / maker.add_segment(path, [1, 4, 5])
 
     def with_copy(name: str, change: Any) -> Any:
         shutil.copytree(folder, tmp_path / "backup")
@@ -203,6 +203,8 @@ def test_counts_and_padding_are_checked_beyond_checksums(maker: Any, tmp_path: P
     last = -(4 + 16 * (len((folder / "features/c/0/0").read_bytes()) // (32 * row_bytes))) - 1
     problem = with_copy("features/c/0/0", lambda data: data[:last] + b"\x01" + data[last + 1 :])
     assert "padding rows that are not zero" in problem.text
+    problem = with_copy("features/c/0/0", lambda data: data[:-1] + bytes([data[-1] ^ 1]))
+    assert "is no flat shard" in problem.text
     problem = with_copy("token_ids/c/0", lambda data: data[:32] + b"\x01" + data[33:])
     assert problem.file == "token_ids"
 
@@ -218,7 +220,16 @@ def test_counts_and_padding_are_checked_beyond_checksums(maker: Any, tmp_path: P
     assert problem.sample == f"{1004:016x}" and "supervised tokens but the table says 0" in problem.text
     problem = with_copy("samples/c/0/0", set_column(1, 5, 7))
     assert "not 00000007" in problem.text
-    for row, column, value in [(0, 3, 8), (0, 2, 1), (1, 2, 0), (0, 3, 0), (1, 3, 2**62), (1, 2, -64), (0, 4, 99)]:
+    for row, column, value in [
+        (0, 3, 8),
+        (0, 2, 1),
+        (1, 2, 0),
+        (0, 3, 0),
+        (1, 3, 2**62),
+        (1, 2, -64),
+        (0, 4, 99),
+        (0, 4, -1),
+    ]:
         assert "samples" in with_copy("samples/c/0/0", set_column(row, column, value)).text
 
     def set_attribute(name: str, value: Any) -> Any:
@@ -229,9 +240,14 @@ def test_counts_and_padding_are_checked_beyond_checksums(maker: Any, tmp_path: P
 
         return change
 
-    counts: list[tuple[str, Any]] = [("num_samples", 3), ("num_tokens", 1), ("num_rows", 10**6), ("num_rows", "x")]
-    for name, value in [*counts, ("quarantined", 1)]:
+    counts: list[tuple[str, Any]] = [("num_samples", 4), ("num_tokens", 1), ("num_rows", 10**6), ("num_rows", "x")]
+    columns = ["id", "group", "length", "first_row", "supervised", "crc32c"]
+    for name, value in [*counts, ("quarantined", 1), ("sample_columns", columns)]:
         assert with_copy("zarr.json", set_attribute(name, value)).segment == folder.name
+    problem = with_copy("features/zarr.json", set_attribute("dtype_view", "float8"))
+    assert "features is " in problem.text
+    problem = with_copy("samples/zarr.json", lambda data: data.replace(b"int64", b"uint64"))
+    assert "samples has shape" in problem.text
     problem = with_copy("features/zarr.json", lambda data: data.replace(b"uint16", b"int16").replace(b"int8", b"uint8"))
     assert "features" in problem.text
 
@@ -241,6 +257,38 @@ def test_calibration_of_another_store_is_reported(bf16: Any, tmp_path: Path) -> 
     rewrite(path, "calibration/channel_scale/c/0", lambda data: data[::-1])
     (problem,) = verify_store(path).problems
     assert "not the one of the manifest" in problem.text
+
+
+def reshape(data: bytes, wanted: tuple[int, int], found: tuple[int, int]) -> bytes:
+    """A zarr.json of as many values in another shape."""
+    metadata = json.loads(data)
+    assert tuple(metadata["shape"]) == wanted
+    metadata["shape"] = metadata["chunk_grid"]["configuration"]["chunk_shape"] = list(found)
+    return json.dumps(metadata).encode()
+
+
+@pytest.mark.parametrize("table", ["frozen/embed_tokens", "frozen/lm_head"])
+def test_a_frozen_table_of_another_shape_is_reported(with_: Any, tmp_path: Path, table: str) -> None:
+    path = with_(tied=False).create(tmp_path / "s.zarr")
+    rewrite(path, f"{table}/zarr.json", lambda data: reshape(data, (11, 8), (8, 11)))
+    (problem,) = verify_store(path).problems
+    assert problem.file == table and "has shape [8, 11], wanted [11, 8]" in problem.text
+
+
+def test_a_projection_of_another_shape_is_reported(with_: Any, tmp_path: Path) -> None:
+    """Its values, and so the manifest's hash of the calibration, are the same."""
+    path = with_(encoding_name="projected-int8").create(tmp_path / "s.zarr")
+    rewrite(path, "calibration/projection/zarr.json", lambda data: reshape(data, (7, 24), (24, 7)))
+    (problem,) = verify_store(path).problems
+    assert problem.file == "calibration" and "projection [24, 7]" in problem.text
+
+
+def test_a_config_that_is_no_json_is_reported(bf16: Any, tmp_path: Path) -> None:
+    path = bf16.create(tmp_path / "s.zarr")
+    rewrite(path, "frozen/target/config.json", lambda data: data[:-1])
+    rewrite(path, "frozen/target/chat_template.jinja", lambda data: b"{")  # not JSON in any store
+    (problem,) = verify_store(path).problems
+    assert problem.file == "frozen/target/config.json" and "is no JSON" in problem.text
 
 
 def test_nothing_to_verify_raises(bf16: Any, tmp_path: Path) -> None:
