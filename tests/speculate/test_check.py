@@ -115,6 +115,36 @@ def infinite(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     tensors["norm.weight"][3] = float("inf")
 
 
+def nan(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    tensors["fc.weight"][3, 4] = torch.nan
+
+
+def whole_numbers(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    tensors["norm.weight"] = torch.ones(32, dtype=torch.int8)
+
+
+def lose_a_layer(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if name.startswith("layers.1.")]:
+        del tensors[name]
+
+
+def drop(*path: str) -> Break:
+    def change(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        table = config
+        for key in path[:-1]:
+            table = table[key]
+        del table[path[-1]]
+
+    return change
+
+
+def slide(**changes: Any) -> Break:
+    """Sliding layers with a window, and no flag; changes may spoil them."""
+    values = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8, "use_sliding_window": True} | changes
+    return both(*(at(name, to=value) for name, value in values.items()), *NO_FLAG)
+
+
+NO_FLAG = (drop("is_causal"), drop("dflash_config", "causal"))
 CAUSAL = both(at("is_causal", to=True), at("dflash_config", "causal", to=True))
 BROKEN: dict[str, tuple[Break, str, str]] = {
     "the eos for the mask": (at("dflash_config", "mask_token_id", to=2), "mask token", "eos token"),
@@ -200,6 +230,76 @@ BROKEN: dict[str, tuple[Break, str, str]] = {
         "target layers",
         "2,1 are not ascending",
     ),
+    "two architectures": (
+        at("architectures", to=["DFlashDraftModel", "LlamaForCausalLM"]),
+        "architecture",
+        "engines choose their code by it",
+    ),
+    "another model type": (at("model_type", to="llama"), "architecture", "model_type is 'llama'"),
+    "a size that is a flag": (at("intermediate_size", to=True), "geometry", "intermediate_size is True, no number"),
+    "a size that is text": (at("hidden_size", to="32"), "geometry", "hidden_size is '32', no number"),
+    "a size of nothing": (at("intermediate_size", to=0), "geometry", "intermediate_size is 0, no number"),
+    "no depth of the target": (drop("num_target_layers"), "geometry", "num_target_layers is missing"),
+    "key heads that do not divide": (at("num_key_value_heads", to=3), "geometry", "must be a multiple"),
+    "an odd head size": (at("head_dim", to=7), "geometry", "the size even"),
+    "unknown layers": (
+        at("layer_types", to=["full_attention", "chunked_attention"]),
+        "layer types",
+        "the types chunked_attention are unknown",
+    ),
+    "types of more layers": (at("layer_types", to=["full_attention"] * 3), "layer types", "3 types for 2 layers"),
+    "sliding layers without a window": (slide(sliding_window=None), "layer types", "sliding_window is None"),
+    "a window of nothing": (slide(sliding_window=0), "layer types", "sliding_window is 0"),
+    "a window that is not used": (slide(use_sliding_window=False), "layer types", "use_sliding_window false"),
+    "rotary parameters that are no table": (at("rope_parameters", to=[1]), "rotary positions", "no table"),
+    "a rotary scaling that is no table": (at("rope_scaling", to="yarn"), "rotary positions", "no table"),
+    "a scaling where transformers 4 looks": (at("rope_scaling", to={"type": "linear"}), "rotary positions", "linear"),
+    "no rotary base": (
+        both(drop("rope_theta"), drop("rope_parameters", "rope_theta")),
+        "rotary positions",
+        "rope_theta is missing",
+    ),
+    "another rotary base where transformers 5 looks": (
+        both(drop("rope_theta"), at("rope_parameters", "rope_theta", to=1e6)),
+        "rotary base",
+        "1,000,000.0 is not the target's 10,000",
+    ),
+    "another rotary base where transformers 4 looks": (
+        both(at("rope_theta", to=1e6), drop("rope_parameters")),
+        "rotary base",
+        "1,000,000.0 is not the target's 10,000",
+    ),
+    "a rotary base that is text": (
+        both(at("rope_theta", to="1e4"), at("rope_parameters", "rope_theta", to="1e4")),
+        "rotary base",
+        "rope_theta is '1e4', no number",
+    ),
+    "a missing layer": (lose_a_layer, "missing tensors", "and 7 more"),
+    "another MLP": (at("intermediate_size", to=40), "tensor shapes", "wanted [40, 32]; "),
+    "many shapes": (at("intermediate_size", to=40), "tensor shapes", "and 2 more"),
+    "integers": (whole_numbers, "tensor types", "I8 tensors are there"),
+    "no number": (nan, "values", "fc.weight"),
+    "another width": (at("hidden_size", to=64), "target sizes", "hidden_size is 64, the target has 32"),
+    "an empty list of layers": (
+        at("dflash_config", "target_layer_ids", to=[]),
+        "target layers",
+        "target_layer_ids is []; engines would choose",
+    ),
+    "a layer twice": (at("dflash_config", "target_layer_ids", to=[1, 1]), "target layers", "1,1 are not ascending"),
+    "a layer before the first": (
+        at("dflash_config", "target_layer_ids", to=[-1, 2]),
+        "target layers",
+        "-1,2 are not ascending",
+    ),
+    "three layers for the fc of two": (
+        at("dflash_config", "target_layer_ids", to=[0, 1, 2]),
+        "target layers",
+        "3 layers are named, but fc takes 64 features, 2 layers of 32",
+    ),
+    "the bos for the mask": (at("dflash_config", "mask_token_id", to=1), "mask token", "bos token"),
+    "a mask before the table": (at("dflash_config", "mask_token_id", to=-1), "mask token", "-1 is no row"),
+    "a mask that is text": (at("dflash_config", "mask_token_id", to="3"), "mask token", "it is '3'"),
+    "two masks": (at("mask_token_id", to=4), "mask token", "is 4 at the top but 3 in dflash_config"),
     "junk in a list": (at("layer_types", to=7), "config.json", ""),
 }
 
@@ -214,6 +314,95 @@ def test_a_broken_drafter_is_found_and_named(name: str, tiny_target: Callable[..
     assert not result["ok"]
     assert text in errors[check_name], errors
     assert all(entry["way_out"] for entry in result["checks"] if entry["status"] != "ok")
+
+
+WARNED: dict[str, tuple[Break, str, str]] = {
+    "block size at the top alone": (drop("dflash_config", "block_size"), "block size", "is not in dflash_config"),
+    "block size in the table alone": (drop("block_size"), "block size", "is not in the top of config.json"),
+    "no flag": (both(*NO_FLAG), "causality", "take full layers for bidirectional."),
+    "no flag of sliding layers": (slide(), "causality", "sliding ones for causal inside the block"),
+    "the flag at the top alone": (drop("dflash_config", "causal"), "causality", "but dflash_config.causal is missing"),
+    "the flag in the table alone": (drop("is_causal"), "causality", "but is_causal is missing"),
+    "the rotary base at the top alone": (drop("rope_parameters"), "rotary positions", "rope_parameters is missing"),
+    "the rotary base in the table alone": (drop("rope_theta"), "rotary positions", "rope_theta is missing"),
+    "an embedding scale": (
+        at("dflash_config", "input_embedding_scale", to=12.0),
+        "embedding scale",
+        "is 12.0, which SGLang and vLLM did not read",
+    ),
+    "a logit scale": (at("dflash_config", "output_multiplier", to=0.5), "logit scale", "which vLLM did not read"),
+    "a softcap": (at("dflash_config", "final_logit_softcapping", to=5.0), "logit scale", "which vLLM did not read"),
+    "float32": (
+        lambda config, tensors: tensors.update({name: tensor.float() for name, tensor in tensors.items()}),
+        "tensor types",
+        "the tensors are F32",
+    ),
+    "no number of positions": (drop("max_position_embeddings"), "positions", "engines would take 32,768"),
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_what_some_engines_misread_is_warned_of(name: str, tiny_target: Callable[..., Path], tmp_path: Path) -> None:
+    change, check_name, text = WARNED[name]
+    folder = write_drafter(tmp_path / "drafter", make_config())
+    break_drafter(folder, change)
+    result = check(folder, tiny_target("llama"))
+    warnings = found(result, "warning")
+    assert result["ok"], found(result, "error")
+    assert warnings.keys() == {check_name} and text in warnings[check_name], warnings
+    assert all(entry["way_out"] for entry in result["checks"] if entry["status"] != "ok")
+
+
+def changed_target(target: Path, folder: Path, **changes: Any) -> Path:
+    """A target's config and tokenizer without its weights; a change of None takes the entry out."""
+    shutil.copytree(target, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    for name in ("config.json", "tokenizer_config.json"):
+        values = json.loads((folder / name).read_text())
+        values |= {key: value for key, value in changes.items() if key in values}
+        (folder / name).write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("target_changes", "drafter_changes", "status", "name", "text"),
+    [
+        ({}, {}, "ok", "target layers", "1,2 of 5, z-lab's choice"),
+        (
+            {"num_hidden_layers": 3},
+            {"num_target_layers": 3, "target_layer_ids": (0, 1)},
+            "error",
+            "target layers",
+            "4 at l",
+        ),
+        ({"num_hidden_layers": 4}, {"num_target_layers": 4, "target_layer_ids": (0, 1)}, "ok", "target layers", "of 4"),
+        ({"head_dim": 16}, {}, "warning", "head size", "head_dim is 8, the target's heads have 16"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+            {},
+            "ok",
+            "rotary base",
+            "Its linear scaling is not inherited",
+        ),
+        ({"eos_token_id": [2, 5]}, {"mask_token_id": 5}, "error", "mask token", "5 is the target's eos token"),
+        ({"pad_token_id": None}, {"mask_token_id": 0}, "error", "mask token", "0 is the target's pad token"),
+        ({"bos_token_id": 0}, {"mask_token_id": 1}, "error", "mask token", "'<|im_start|>', which the chat template"),
+        ({"mask_token": None}, {}, "warning", "mask token", "'<|mask|>', an added token"),
+        ({}, {}, "ok", "mask token", "the tokenizer's own mask token '<|mask|>'"),
+        ({"vocab_size": 500}, {"vocab_size": 500, "mask_token_id": 450}, "ok", "mask token", "450, a row that the tok"),
+    ],
+)
+def test_a_drafter_is_held_against_the_facts_of_its_target(
+    target_changes: dict[str, Any],
+    drafter_changes: dict[str, Any],
+    status: str,
+    name: str,
+    text: str,
+    tiny_target: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    target = changed_target(tiny_target("llama"), tmp_path / "target", **target_changes)
+    result = check(write_drafter(tmp_path / "drafter", make_config(**drafter_changes)), target)
+    assert text in found(result, status)[name], result["checks"]
 
 
 def shown_reports() -> tuple[tuple[Any, ...], list[str]]:
