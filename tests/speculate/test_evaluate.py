@@ -14,8 +14,9 @@ from rich.console import Console
 from dflash_train.errors import InputError
 from dflash_train.speculate import answering
 from dflash_train.speculate import evaluate as evaluation
-from dflash_train.speculate.answering import Decoding, PromptDecoder
-from dflash_train.speculate.decode import plain_decode, speculative_decode
+from dflash_train.speculate.acceptance import summarise
+from dflash_train.speculate.answering import Decoding, PromptDecoder, PromptResult, TurnResult
+from dflash_train.speculate.decode import DecodeResult, Round, plain_decode, speculative_decode
 from dflash_train.speculate.evaluate import EvaluateConfig, evaluate
 from dflash_train.speculate.evaluation_tables import format_evaluation
 from dflash_train.speculate.events import Decoded
@@ -492,14 +493,82 @@ def test_prompts_that_were_regenerated_with_another_template_or_revision_are_war
     assert any("by revision 'v1' of the target, not by 'v2'" in note for note in notes if isinstance(note, str))
 
 
-def test_the_picture_is_a_png(config: EvaluateConfig, tmp_path: Path) -> None:
+def test_settings_beside_the_copy_of_a_benchmark_are_compared_too(config: EvaluateConfig, tmp_path: Path) -> None:
+    from dflash_train.stage1_target.generation import settings_path
+    from dflash_train.stage1_target.regenerate import RegenerateConfig, make_settings
+
+    copy, notes = tmp_path / "copy.jsonl", list[Any]()
+    copy.write_text(json.dumps({"question": "How many?"}) + "\n")
+    arguments = {"enable_thinking": False}
+    made = RegenerateConfig(target=config.target, source="q.jsonl", output=copy, chat_template_arguments=arguments)
+    settings_path(copy).write_text(json.dumps(make_settings(made, None).__dict__))
+    evaluate(replace(config, prompts=(f"gsm8k={copy}",), compare_plain=False, max_new_tokens=2), notes.append)
+    assert sum("answers in copy.jsonl were regenerated with --chat-template-arg" in note for note in notes[:-1]) == 1
+
+
+@pytest.fixture
+def two_data_sets(config: EvaluateConfig) -> dict[str, Any]:
+    """A report with known numbers of two files of one name."""
+
+    def answered(index: int, source: str, plain_seconds: float, *rounds: Round) -> PromptResult:
+        token_ids = [0] * (1 + sum(round_.num_produced for round_ in rounds))
+        speculative = DecodeResult(token_ids=token_ids, rounds=list(rounds), decode_seconds=2.0)
+        plain = DecodeResult(token_ids=token_ids, decode_seconds=plain_seconds)
+        turn = TurnResult(num_prompt_tokens=5, speculative=speculative, plain=plain)
+        return PromptResult(index=index, source=source, turns=[turn])
+
+    one = answered(0, "one/test.jsonl", 4.0, Round(3, 3, 4), Round(3, 0, 1), Round(3, 3, 4))
+    two = answered(1, "two/test.jsonl", 6.0, Round(3, 0, 1))
+    more = answered(2, "two/test.jsonl", 6.0, Round(3, 1, 2), Round(2, 0, 1))
+    head = evaluate(replace(config, compare_plain=False, max_prompts=1, max_new_tokens=2))
+    return {**head, "num_planned_prompts": 3, **summarise([one, two, more], block_size=4)}
+
+
+def test_the_tables_have_the_numbers_of_each_data_set_and_position(two_data_sets: dict[str, Any]) -> None:
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in render(two_data_sets).splitlines()]
+    rows = {cells[0]: cells[1:] for cells in lines if len(cells) > 1}
+    assert rows == {
+        # prompts, acceptance length, over answers, first draft right, tokens/s, plain, speed-up
+        "one/test.jsonl": ["1", "3.00", "3.00", "66.7%", "4.5", "2.2", "2.00"],
+        "two/test.jsonl": ["2", "1.33", "1.25", "33.3%", "1.0", "0.3", "3.00"],
+        # drafted, accepted, if reached, of drafted, rounds of this length
+        "anchor": ["", "", "", "", "3"],
+        "1": ["6", "3", "50.0%", "50.0%", "1"],
+        "2": ["6", "2", "66.7%", "33.3%", "0"],
+        "3": ["5", "2", "100.0%", "40.0%", "2"],
+    }
+
+
+def test_the_picture_has_a_curve_of_each_data_set_and_the_lengths_of_rounds(
+    two_data_sets: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
     from dflash_train.speculate.plots import plot_acceptance
 
-    result = evaluate(replace(config, compare_plain=False))
-    two = {**result, "data_sets": result["data_sets"] * 2}
-    for number, one in enumerate((result, two)):
-        plot_acceptance(one, tmp_path / "new" / f"{number}.png")
-        assert (tmp_path / "new" / f"{number}.png").read_bytes().startswith(b"\x89PNG")
+    figures, savefig = list[Any](), Figure.savefig
+
+    def watched(self: Figure, *arguments: Any, **settings: Any) -> None:
+        figures.append(self)
+        savefig(self, *arguments, **settings)
+
+    monkeypatch.setattr(Figure, "savefig", watched)
+    plot_acceptance(two_data_sets, tmp_path / "new" / "a.png")
+    assert (tmp_path / "new" / "a.png").read_bytes().startswith(b"\x89PNG")
+    accepted, lengths = figures[0].axes
+    curves = {line.get_label(): [round(float(y), 3) for y in line.get_ydata()] for line in accepted.lines}
+    assert curves == {
+        "one/test.jsonl: 3.00": [1.0, 0.667, 0.667, 0.667],
+        "two/test.jsonl: 1.33": [1.0, 0.333, 0.0, 0.0],
+        "all: 2.17": [1.0, 0.5, 0.333, 0.4],
+    }
+    assert all(list(line.get_xdata()) == [0, 1, 2, 3] for line in accepted.lines)
+    bars = [(round(bar.get_x() + bar.get_width() / 2), bar.get_height()) for bar in lengths.patches]
+    assert bars == [(1, 3), (2, 1), (3, 0), (4, 2)]
+    assert [line.get_label() for line in lengths.lines] == ["mean: 2.17"]
+    assert list(lengths.lines[0].get_xdata()) == [two_data_sets["acceptance_length"]] * 2
+    plot_acceptance({**two_data_sets, "data_sets": two_data_sets["data_sets"][:1]}, tmp_path / "one.png")
+    assert [line.get_label() for line in figures[1].axes[0].lines] == ["test.jsonl: 2.17"]
 
 
 def test_the_reference_is_z_labs_package(config: EvaluateConfig, monkeypatch: pytest.MonkeyPatch) -> None:
