@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from dflash_train.speculate.evaluate import EvaluateConfig, evaluate
 from dflash_train.speculate.evaluation_tables import format_evaluation
 from dflash_train.speculate.events import Decoded
 from dflash_train.speculate.loading import load_drafter
+from dflash_train.speculate.sampling import Sampling
 from dflash_train.stage1_target.target import load_target, stop_token_ids
 from dflash_train.stage1_target.target_config import TargetConfig
 from dflash_train.stage2_drafter.drafter import Drafter, DrafterConfig
@@ -195,6 +197,28 @@ def test_the_prompt_is_put_under_the_chat_template(
     assert tiny_tokenizer.decode(seen[0]) == expected
 
 
+def test_all_turns_are_asked_in_the_mode_of_thinking_that_is_given(
+    config: EvaluateConfig, target_folder: Path, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thinking, asked, answer = tmp_path / "thinking", list[str](), answering.Asking.answer
+    shutil.copytree(target_folder, thinking)
+    template = thinking / "chat_template.jinja"
+    template.write_text(template.read_text() + "{% if enable_thinking %}Think.{% endif %}")
+
+    def watched(self: Any, result: Any) -> None:
+        asked.append(tiny_tokenizer.decode(self.token_ids))
+        answer(self, result)
+
+    monkeypatch.setattr(answering.Asking, "answer", watched)
+    config = replace(config, target=replace(config.target, name=str(thinking)), max_new_tokens=4, compare_plain=False)
+    config = replace(config, prompts=(write_prompts(tmp_path, ["What?", "And?"]),))
+    for enable in (False, True):
+        for replayed in (False, True):
+            asked.clear()
+            evaluate(replace(config, chat_template_arguments={"enable_thinking": enable}, replay=replayed))
+            assert [text.endswith("assistant\nThink.") for text in asked] == [enable] * 2, asked
+
+
 def test_stop_tokens_come_from_all_configs(config: EvaluateConfig) -> None:
     target = load_target(config.target, (0, 2), "cpu")
     assert stop_token_ids(target) == (2, 5)
@@ -298,6 +322,25 @@ def test_a_loaded_drafter_is_checked_against_the_loaded_target(
         PromptDecoder(make_tiny_target("llama"), drafter, Decoding())
 
 
+def test_a_target_that_loses_its_state_is_refused_before_a_prompt_is_decoded(
+    make_tiny_target: Callable[[str], Any], make_tiny_drafter: Callable[..., Drafter]
+) -> None:
+    target = make_tiny_target("qwen3_5")
+
+    def lose_state(module: Any, arguments: Any, keywords: dict[str, Any]) -> None:
+        cache = next(value for value in keywords.values() if hasattr(value, "layers"))
+        for layer in cache.layers:
+            if type(layer).__name__ == "LinearAttentionLayer":
+                layer.reset()
+
+    handle = target.model.register_forward_pre_hook(lose_state, with_kwargs=True)
+    try:
+        with pytest.raises(InputError, match="lose their state when several tokens are read at once"):
+            PromptDecoder(target, make_tiny_drafter(target), Decoding())
+    finally:
+        handle.remove()
+
+
 def write_prompts(folder: Path, *conversations: list[str]) -> str:
     path = folder / "turns.jsonl"
     path.write_text("".join(json.dumps({"turns": questions}) + "\n" for questions in conversations))
@@ -320,7 +363,7 @@ def test_the_answer_of_the_first_turn_goes_into_the_second(
     def watched(target: Any, drafter: Any, prompt: Sequence[int], *arguments: Any, **settings: Any) -> Any:
         seen.append(prompt)
         result = speculative_decode(target, drafter, prompt, *arguments, **settings)
-        result.token_ids = [*tiny_tokenizer("Paris")["input_ids"], 2]
+        result.token_ids = [*tiny_tokenizer("Paris")["input_ids"], 3, 2]  # of some targets special tokens mark thinking
         result.stopped = True
         return result
 
@@ -329,7 +372,7 @@ def test_the_answer_of_the_first_turn_goes_into_the_second(
     result = evaluate(replace(config, prompts=(prompts,), compare_plain=False))
     assert (result["num_prompts"], result["num_answers"]) == (2, 3)
     user, assistant, end = "<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>\n"
-    second = f"{user}What?{end}{assistant}Paris{end}{user}And then?{end}{assistant}"
+    second = f"{user}What?{end}{assistant}Paris<|mask|>{end}{user}And then?{end}{assistant}"
     assert tiny_tokenizer.decode(seen[1]) == second
     assert len(seen) == 3
     monkeypatch.undo()
@@ -381,6 +424,33 @@ def test_several_processes_give_the_numbers_of_one_even_if_one_dies(
     assert "2 processes, each on cpu" in render(shared)
 
 
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({}, 0),
+        ({"lossless": True, "reference": {"num_equal": 2, "differences": [], "same": True}}, 0),
+        ({"lossless": False, "differences": []}, 1),
+        ({"reference": {"num_equal": 2, "differences": [], "same": False}}, 1),
+        ({"failures": ["a worker was killed by SIGKILL"]}, 1),
+        ({"interrupted": True, "failures": ["a worker was killed by SIGKILL"]}, 130),
+    ],
+    ids=["all well", "all equal", "unequal", "unlike z-lab's", "a dead worker", "stopped"],
+)
+def test_the_exit_status_says_whether_the_number_holds(
+    changes: dict[str, Any], status: int, config: EvaluateConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from click.testing import CliRunner
+
+    from dflash_train.cli import main
+
+    result = evaluate(replace(config, compare_plain=False, max_prompts=1, max_new_tokens=2))
+    monkeypatch.setattr(evaluation, "evaluate", lambda *arguments: {**result, **changes})
+    words = ["evaluate", "--target", config.target.name, "--drafter", str(config.drafter)]
+    ran = CliRunner().invoke(main, [*words, "--data", config.prompts[0], "--gpus", "cpu", "--json"])
+    assert ran.exit_code == status, ran.output
+    assert ("killed by SIGKILL" in ran.stderr) is bool(changes.get("failures"))
+
+
 @pytest.mark.parametrize("devices", ["here", "cpu:1"])
 def test_a_signal_leaves_the_result_of_the_finished_prompts(
     devices: str, config: EvaluateConfig, tmp_path: Path
@@ -409,6 +479,39 @@ def test_at_a_temperature_speeds_are_compared_and_texts_are_not(config: Evaluate
     text = render(result)
     assert "0.7, top-p 0.9, top-k 50  (rejection sampling, seed 3)" in text
     assert "their distribution is the target's own" in text
+
+
+def test_answers_are_drawn_with_the_sampling_and_the_seed_that_are_asked_for(
+    config: EvaluateConfig, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[tuple[str, Sequence[int], list[int]]] = []
+
+    def watched_plain(target: Any, prompt: Sequence[int], *arguments: Any, **settings: Any) -> Any:
+        result = plain_decode(target, prompt, *arguments, **settings)
+        drawn.append(("plain", prompt, result.token_ids))
+        return result
+
+    def watched_speculative(target: Any, drafter: Any, prompt: Sequence[int], *arguments: Any, **settings: Any) -> Any:
+        result = speculative_decode(target, drafter, prompt, *arguments, **settings)
+        drawn.append(("speculative", prompt, result.token_ids))
+        return result
+
+    monkeypatch.setattr(answering, "plain_decode", watched_plain)
+    monkeypatch.setattr(answering, "speculative_decode", watched_speculative)
+    evaluate(replace(config, max_prompts=1, temperature=0.9, top_k=50, seed=3))
+    target, stop_ids = load_target(config.target, (0, 2), "cpu"), (2, 5)
+
+    def expected(way: str, prompt: Sequence[int], **settings: Any) -> list[int]:
+        if way == "plain":
+            return plain_decode(target, prompt, 12, stop_ids, **settings).token_ids
+        return speculative_decode(target, drafter.eval(), prompt, 12, stop_ids, **settings).token_ids
+
+    sampling = Sampling(temperature=0.9, top_k=50)
+    assert [way for way, _, _ in drawn] == ["speculative", "plain"]
+    for way, prompt, token_ids in drawn:
+        assert token_ids == expected(way, prompt, sampling=sampling, seed=3)
+        assert token_ids != expected(way, prompt, sampling=sampling, seed=0)
+        assert token_ids != expected(way, prompt, seed=3)
 
 
 def test_prompts_of_the_training_data_are_left_out_and_named(
@@ -583,6 +686,17 @@ def test_the_reference_is_z_labs_package(config: EvaluateConfig, monkeypatch: py
     result = evaluate(replace(config, reference=True, compare_plain=False))
     assert result["reference"]["same"] is False
     assert "differs from that of z-lab's package on 2 of 2 prompts" in " ".join(render(result).split())
+
+
+def test_a_recurrent_target_is_not_compared_with_the_reference(
+    config: EvaluateConfig, drafter: Drafter, tiny_target: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "check_reference", lambda: None)
+    monkeypatch.setattr(evaluation, "ZlabDrafter", lambda *arguments: object())
+    save_drafter(drafter, config.drafter, num_target_layers=5)
+    config = replace(config, target=replace(config.target, name=str(tiny_target("linear_attention"))))
+    with pytest.raises(InputError, match="--reference cannot be compared on a target with recurrent layers"):
+        evaluate(replace(config, reference=True))
 
 
 def test_a_reference_that_cannot_be_had_is_refused(config: EvaluateConfig, monkeypatch: pytest.MonkeyPatch) -> None:
