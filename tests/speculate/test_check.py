@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ from dflash_train.errors import InputError
 from dflash_train.speculate import parity
 from dflash_train.speculate.check import CheckConfig, check_drafter
 from dflash_train.speculate.drafter_folder import read_drafter_folder
+from dflash_train.speculate.findings import ENGINES
+from dflash_train.speculate.serving import serving_commands
 from dflash_train.speculate.tensor_checks import wanted_shapes
 from dflash_train.stage1_target.target import load_target
 from dflash_train.stage1_target.target_config import TargetConfig
@@ -456,23 +459,78 @@ def test_head_size_and_positions_that_are_not_the_targets_are_warned_of(
     assert "is 128, the target has 256" in warnings["positions"]
 
 
-def test_what_only_another_engine_misreads_is_left_out(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
-    folder = write_drafter(tmp_path / "drafter", make_config(is_causal=True))
-    result = check(folder, tiny_target("llama"), engines=("vllm", "z-lab"))
-    assert result["ok"]
-    assert result["commands"].keys() == {"vllm", "z-lab"}
+MIXED = both(
+    at("layer_types", to=["sliding_attention", "full_attention"]),
+    at("sliding_window", to=8),
+    at("use_sliding_window", to=True),
+    *NO_FLAG,
+)
 
 
-def test_the_trainers_record_shows_a_flag_that_was_changed(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "status", "name", "blind", "seeing"),
+    [
+        (CAUSAL, "error", "causality", ("sglang",), ("vllm", "z-lab")),
+        (
+            both(drop("is_causal"), at("dflash_config", "causal", to=True)),
+            "error",
+            "causality",
+            ("z-lab",),
+            ("vllm",),
+        ),
+        (MIXED, "warning", "layer types", ("vllm",), ("sglang", "z-lab")),
+        (at("dflash_config", "input_embedding_scale", to=2.0), "warning", "embedding scale", ("sglang",), ("z-lab",)),
+        (at("dflash_config", "output_multiplier", to=2.0), "warning", "logit scale", ("vllm",), ("sglang", "z-lab")),
+    ],
+)
+def test_what_only_another_engine_misreads_is_left_out(
+    change: Break,
+    status: str,
+    name: str,
+    blind: tuple[str, ...],
+    seeing: tuple[str, ...],
+    tiny_target: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    folder = write_drafter(tmp_path / "drafter", make_config())
+    break_drafter(folder, change)
+    assert name in found(check(folder, tiny_target("llama"), engines=blind), status)
+    result = check(folder, tiny_target("llama"), engines=seeing)
+    assert result["ok"] and name not in found(result, status)
+    assert tuple(sorted(result["commands"])) == seeing
+
+
+def test_a_target_of_few_layers_is_for_other_engines_than_sglang(
+    tiny_target: Callable[..., Path], tmp_path: Path
+) -> None:
+    target = changed_target(tiny_target("llama"), tmp_path / "target", num_hidden_layers=3)
+    folder = write_drafter(tmp_path / "drafter", make_config(num_target_layers=3, target_layer_ids=(0, 1)))
+    assert found(check(folder, target), "error").keys() == {"target layers"}
+    assert check(folder, target, engines=("vllm", "z-lab"))["ok"]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (both(at("block_size", to=8), at("dflash_config", "block_size", to=8)), "block_size is 8, trained with 4"),
+        (drop("dflash_config", "causal"), "dflash_config.causal is None, trained with False"),
+        (drop("is_causal"), "is_causal is None, trained with False"),
+        (at("dflash_config", "extra", to=1), "dflash_config.extra is 1, trained with None"),
+    ],
+)
+def test_the_trainers_record_shows_a_flag_that_was_changed(
+    change: Break, text: str, tiny_target: Callable[..., Path], tmp_path: Path
+) -> None:
     config = make_config()
-    folder = write_drafter(tmp_path / "drafter", make_config(block_size=8))
+    folder = write_drafter(tmp_path / "drafter", config)
+    break_drafter(folder, change)
     (folder / "trainer").mkdir()
     names = ("config", "store", "random_state", "versions")
     state = {name: {} for name in names} | {"step": 1, "drafter": config.to_json(), "segments": [], "total_steps": 1}
     (folder / "trainer" / "state.json").write_text(json.dumps(state | {"evaluation": None}))
     errors = found(check(folder, tiny_target("llama")), "error")
     assert errors.keys() == {"training record"}
-    assert "block_size is 8, trained with 4" in errors["training record"]
+    assert text in errors["training record"]
 
 
 def test_a_damaged_checkpoint_is_named(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
@@ -481,11 +539,56 @@ def test_a_damaged_checkpoint_is_named(tiny_target: Callable[..., Path], tmp_pat
     assert "files" in found(check(folder, tiny_target("llama")), "error")
 
 
-def test_a_head_that_is_not_the_targets_is_named(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])  # a tied head, and one of its own
+@pytest.mark.parametrize("name", ["lm_head.weight", "embed_tokens.weight"])
+def test_a_head_or_an_embedding_that_is_not_the_targets_is_named(
+    name: str, kind: str, tiny_target: Callable[..., Path], tmp_path: Path
+) -> None:
+    target = load_target(TargetConfig(name=str(tiny_target(kind))), (1, 2), "cpu")
+    head = target.embed_tokens if target.lm_head is None else target.lm_head
+    own = (head if name == "lm_head.weight" else target.embed_tokens).clone()
     folder = write_drafter(tmp_path / "drafter", make_config())
-    break_drafter(folder, lambda config, tensors: tensors.update({"lm_head.weight": torch.randn(400, 32)}))
-    result = check(folder, tiny_target("llama"), parity=True)
-    assert "lm_head.weight in the file is not the target's" in found(result, "error")["head"]
+    for tensor, status in ((own, "ok"), (own[:-1], "error"), (own.roll(1, 0), "error")):
+        break_drafter(folder, lambda config, tensors, tensor=tensor: tensors.update({name: tensor.contiguous()}))  # type: ignore[misc]
+        head_check = parity.check_head(target, read_drafter_folder(folder))
+        said = f"{name} in the file is not the target's" if status == "error" else "carries the same"
+        assert head_check.status == status and said in head_check.text
+    break_drafter(folder, lambda config, tensors: tensors.update({name: own}))
+    assert check(folder, tiny_target(kind), parity=True)["ok"], "the file may carry the target's own"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("granite", "input_embedding_scale is 1, the target has 12; output_multiplier is 1, the target has 0.125"),
+        ("gemma2", "final_logit_softcapping is 0, the target has 5"),
+    ],
+)
+def test_scales_that_the_target_has_and_the_drafter_not_are_named(
+    kind: str, text: str, tiny_target: Callable[..., Path], tmp_path: Path
+) -> None:
+    result = check(write_drafter(tmp_path / "drafter", make_config()), tiny_target(kind), parity=True)
+    assert text in found(result, "error")["scales"]
+
+
+def test_first_drafts_that_are_never_right_are_warned_of() -> None:
+    served = torch.zeros(40, 3, 5)
+    served[:, 0, 2], served[:, 1:, 4] = 1.0, 1.0
+    for right, status in ((40, "ok"), (3, "ok"), (2, "warning"), (0, "warning")):
+        labels = torch.tensor([2] * right + [4] * (40 - right))
+        first_drafts = parity._first_drafts(served, labels)
+        assert first_drafts.status == status and first_drafts.text.startswith(f"{right} of 40 ")
+
+
+def test_a_target_whose_cache_cannot_be_rewound_is_warned_of(
+    tiny_target: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise InputError("its cache can neither be cropped nor copied.")
+
+    monkeypatch.setattr(parity, "check_parity", refuse)
+    result = check(write_drafter(tmp_path / "drafter", make_config()), tiny_target("llama"), parity=True)
+    assert result["ok"] and "neither be cropped" in found(result, "warning")["parity"]
 
 
 def test_parity_is_not_compared_after_an_error(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
@@ -538,8 +641,6 @@ def test_wanted_tensors_are_the_drafters(tmp_path: Path) -> None:
 
 
 def test_commands_are_what_a_shell_takes(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
-    import shlex
-
     config = make_config(
         is_causal=None, layer_types=("sliding_attention", "full_attention"), sliding_window=6, block_size=16
     )
@@ -551,6 +652,25 @@ def test_commands_are_what_a_shell_takes(tiny_target: Callable[..., Path], tmp_p
     assert json.loads(vllm[5]) == {"method": "dflash", "model": str(folder), "num_speculative_tokens": 15}
     assert sglang[-1] == str(folder)
     assert "V2 model runner" in found(result, "warning")["layer types"]
+
+
+def test_commands_name_revision_code_and_whole_paths(
+    tiny_target: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = read_drafter_folder(write_drafter(Path("drafter"), make_config()))
+    hub = serving_commands(folder, TargetConfig(name="org/t", revision="v1", trust_remote_code=True), ENGINES)
+    vllm = {"method": "dflash", "model": str(tmp_path / "drafter"), "num_speculative_tokens": 3}
+    assert shlex.split(hub["vllm"]) == [
+        *("vllm", "serve", "org/t", "--speculative-config", json.dumps(vllm)),
+        *("--revision", "v1", "--trust-remote-code"),
+    ]
+    assert hub["sglang"].endswith(f"-draft-model-path {tmp_path / 'drafter'} --revision v1 --trust-remote-code")
+    Path("t").mkdir()
+    local = serving_commands(folder, TargetConfig(name="t"), ENGINES)
+    assert all(f" {tmp_path / 't'} " in line and "--revision" not in line for line in local.values())
+    break_drafter(folder.path, both(at("block_size", to=1), at("dflash_config", "block_size", to=1)))
+    assert serving_commands(read_drafter_folder(folder.path), TargetConfig(name="t"), ENGINES) == {}
 
 
 def test_what_is_no_drafter_is_refused(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
