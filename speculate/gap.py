@@ -192,6 +192,9 @@ def _held_out_prompts(evidence: Evidence, estimate: float) -> Check:
     text = f"on prompts of held-out conversations real decoding reaches {real:.2f}"
     if real < (1 - LARGEST_GAP) * estimate:
         return warning(
-            name, f"{text}, below the estimate, too.", "So the prompts are not the cause: look at the lines above."
+            name,
+            f"{text}, below the estimate, too.",
+            "So the prompts are not the cause: look at the lines above. If these are ok, it may be the averaging: the "
+            "estimate's anchors are drawn at random, and decoding starts its rounds where drafts fail.",
         )
     return ok(name, f"{text}: the drafter is as good as estimated, these prompts are of another kind than its data.")
