@@ -379,6 +379,27 @@ def test_answers_that_are_not_the_targets_own_are_seen(
     assert re.match(r"\d% of the answers' tokens are the target's first choice \(not regenerated\)", text)
 
 
+@pytest.mark.parametrize(("first", "share"), [(0, "100%"), (1, "0%")])
+def test_supervised_tokens_alone_count_as_answers(
+    first: int, share: str, evidence: Evidence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of answers in which the target's own choice and a token that it never gives take turns."""
+    read = evidence.run.reader.read
+
+    def mixed(index: int) -> Any:
+        sample = read(index)
+        token_ids, start = sample.token_ids.copy(), int(sample.loss_mask.argmax())
+        for place in range(start, len(token_ids)):
+            own = place % 2 == start % 2
+            token_ids[place] = plain_decode(evidence.decoder.target, token_ids[:place], 1).token_ids[0] if own else 7
+        loss_mask = np.zeros_like(sample.loss_mask)
+        loss_mask[start + first :: 2] = 1
+        return replace(sample, token_ids=token_ids, loss_mask=loss_mask)
+
+    monkeypatch.setattr(evidence.run.reader, "read", mixed)
+    assert gap._own_text(evidence).text.startswith(f"{share} of the answers' tokens")
+
+
 def test_modes_of_thinking_that_differ_are_seen_and_prompts_are_asked_in_the_newest(
     make_config: Callable[..., TrainConfig], tiny_target: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -442,11 +463,19 @@ def test_a_drafter_that_drafts_otherwise_than_it_trains_is_seen(
     assert "the logits of training and of drafting differ by" in text
 
 
-def test_held_out_prompts_that_reach_the_estimate_clear_the_drafter(evidence: Evidence) -> None:
+def test_held_out_prompts_that_reach_the_estimate_clear_the_drafter(
+    evidence: Evidence, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = evidence.decoder.run_all([0], evidence.prompts)[0].turns[0].speculative.acceptance_lengths
     assert set(real) == {1}, "an untrained drafter gains the bonus token alone"
     assert gap._held_out_prompts(evidence, 1.17).status == "ok"
+    decode, asked = evidence.decoder.target.tokenizer.decode, list[str]()
+    answer = evidence.decoder.answer
+    monkeypatch.setattr(evidence.decoder, "answer", lambda prompt: (asked.append(decode(prompt)), answer(prompt))[1])
     below = gap._held_out_prompts(evidence, 1.18)
+    held_out = np.asarray(evidence.run.reader.samples["id"])[evidence.run.held_out()]
+    for text, index in zip(asked, held_out, strict=True):
+        assert text == f"<|im_start|>user\n{QUESTIONS[index - 1]}<|im_end|>\n<|im_start|>assistant\n"
     assert below.status == "warning" and "estimate's anchors are drawn at random" in below.way_out
     assert "(1 that were are left out)" in gap._training_data(replace(evidence, num_trained=1)).text
 
