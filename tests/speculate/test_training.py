@@ -17,11 +17,11 @@ from dflash_train.speculate import gap
 from dflash_train.speculate.decode import plain_decode
 from dflash_train.speculate.evaluate import EvaluateConfig, evaluate
 from dflash_train.speculate.gap import Evidence
-from dflash_train.speculate.training import RealAcceptance
+from dflash_train.speculate.training import RealAcceptance, target_config
 from dflash_train.stage1_target.conversations import first_turn_group
 from dflash_train.stage1_target.identity import build_manifest, frozen_target
 from dflash_train.stage1_target.target import load_target
-from dflash_train.stage1_target.target_config import TargetConfig
+from dflash_train.stage1_target.target_config import TargetConfig, load_tokenizer
 from dflash_train.stage2_drafter.checkpoint import best_checkpoint, export_tensors, list_checkpoints, read_groups
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.drafter import Drafter
@@ -391,7 +391,8 @@ def test_supervised_tokens_alone_count_as_answers(
         token_ids, start = sample.token_ids.copy(), int(sample.loss_mask.argmax())
         for place in range(start, len(token_ids)):
             own = place % 2 == start % 2
-            token_ids[place] = plain_decode(evidence.decoder.target, token_ids[:place], 1).token_ids[0] if own else 7
+            before = token_ids[:place].tolist()
+            token_ids[place] = plain_decode(evidence.decoder.target, before, 1).token_ids[0] if own else 7
         loss_mask = np.zeros_like(sample.loss_mask)
         loss_mask[start + first :: 2] = 1
         return replace(sample, token_ids=token_ids, loss_mask=loss_mask)
@@ -469,15 +470,19 @@ def test_held_out_prompts_that_reach_the_estimate_clear_the_drafter(
     real = evidence.decoder.run_all([0], evidence.prompts)[0].turns[0].speculative.acceptance_lengths
     assert set(real) == {1}, "an untrained drafter gains the bonus token alone"
     assert gap._held_out_prompts(evidence, 1.17).status == "ok"
-    decode, asked = evidence.decoder.target.tokenizer.decode, list[str]()
-    answer = evidence.decoder.answer
-    monkeypatch.setattr(evidence.decoder, "answer", lambda prompt: (asked.append(decode(prompt)), answer(prompt))[1])
+    asked, answer = list[str](), evidence.decoder.answer
+
+    def watched(prompt: list[int]) -> Any:
+        asked.append(evidence.decoder.target.tokenizer.decode(prompt))
+        return answer(prompt)
+
+    monkeypatch.setattr(evidence.decoder, "answer", watched)
     below = gap._held_out_prompts(evidence, 1.18)
     held_out = np.asarray(evidence.run.reader.samples["id"])[evidence.run.held_out()]
     for text, index in zip(asked, held_out, strict=True):
         assert text == f"<|im_start|>user\n{QUESTIONS[index - 1]}<|im_end|>\n<|im_start|>assistant\n"
     assert below.status == "warning" and "estimate's anchors are drawn at random" in below.way_out
-    assert "(1 that were are left out)" in gap._training_data(replace(evidence, num_trained=1)).text
+    assert "(1 that were are left out)" in gap._training_data(evidence).text
 
 
 def test_a_check_and_a_measurement_that_are_out_of_memory_do_not_end_the_training(
@@ -520,6 +525,45 @@ def test_prompts_are_as_many_as_asked_for_and_are_dropped_once_they_are_trained_
     assert measurement._num_trained == 1
     measurement._prompts = measurement._prompts[1:]
     assert measurement.measure(grown, drafter_tensors(grown), *rest) == {}
+
+
+def test_first_turns_that_leave_room_for_the_answer_are_measured(
+    make_config: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    path = tmp_path / "turns.jsonl"
+    rows = [{"turns": [f"new question {'a ' * length}", "and more"]} for length in (0, 20, 40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = make_config(evaluate_prompts=str(path))
+    tokenizer = load_tokenizer(TargetConfig(name=str(config.evaluate_target)))
+
+    def lengths(config: TrainConfig) -> list[int]:
+        prompts = RealAcceptance()._read_prompts(prepare_run(config), tokenizer).prompts
+        assert all(len(prompt.turns) == 1 for prompt in prompts)
+        return [len(prompt.token_ids) for prompt in prompts]
+
+    whole = lengths(config)
+    assert len(whole) == 3
+    assert lengths(replace(config, evaluate_new_tokens=256 - whole[1])) == whole[:2]
+
+
+def test_the_drafter_of_this_step_alone_is_measured_with_the_target_of_the_extraction(
+    make_config: Callable[..., TrainConfig], evidence: Evidence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **settings: Any) -> Any:
+        raise AssertionError("decoded without the drafter")
+
+    monkeypatch.setattr("dflash_train.speculate.answering.plain_decode", fail)
+    run, measurement = evidence.run, RealAcceptance()
+    for tensors in (evidence.tensors, {name: tensor * 2 for name, tensor in evidence.tensors.items()}):
+        measurement.measure(run, tensors, torch.device("cpu"), None, lambda line: None, lambda: False)
+        assert measurement._decoder is not None
+        measured = measurement._decoder.drafter.state_dict()
+        assert all(torch.equal(measured[name].bfloat16(), tensor.bfloat16()) for name, tensor in tensors.items())
+    manifest = replace(run.reader.manifest, target_revision="v1", target_dtype="bfloat16")
+    monkeypatch.setattr(run.reader, "manifest", manifest)
+    for name, revision in ((manifest.target_name, "v1"), ("a/copy", None)):
+        named = replace(run, config=replace(run.config, evaluate_target=name))
+        assert target_config(named) == TargetConfig(name=name, revision=revision, dtype="bfloat16")
 
 
 @pytest.mark.parametrize(("real", "explained"), [(2.56, False), (2.54, True)])
