@@ -17,11 +17,12 @@ from dflash_train.speculate import answering
 from dflash_train.speculate import evaluate as evaluation
 from dflash_train.speculate.acceptance import summarise
 from dflash_train.speculate.answering import Decoding, PromptDecoder, PromptResult, TurnResult
-from dflash_train.speculate.decode import DecodeResult, Round, plain_decode, speculative_decode
+from dflash_train.speculate.decode import DecodeResult, Interrupted, Round, plain_decode, speculative_decode
 from dflash_train.speculate.evaluate import EvaluateConfig, evaluate
 from dflash_train.speculate.evaluation_tables import format_evaluation
 from dflash_train.speculate.events import Decoded
 from dflash_train.speculate.loading import load_drafter
+from dflash_train.speculate.prompts import Prompt
 from dflash_train.speculate.sampling import Sampling
 from dflash_train.stage1_target.target import load_target, stop_token_ids
 from dflash_train.stage1_target.target_config import TargetConfig
@@ -339,6 +340,21 @@ def test_a_target_that_loses_its_state_is_refused_before_a_prompt_is_decoded(
             PromptDecoder(target, make_tiny_drafter(target), Decoding())
     finally:
         handle.remove()
+
+
+def test_a_stop_ends_decoding_without_the_drafter_too(
+    config: EvaluateConfig, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = PromptDecoder(load_target(config.target, (0, 2), "cpu"), drafter.eval(), Decoding(max_new_tokens=12))
+
+    def watched(*arguments: Any, **settings: Any) -> Any:
+        result = speculative_decode(*arguments, **settings)
+        decoder.stop = lambda: True
+        return result
+
+    monkeypatch.setattr(answering, "speculative_decode", watched)
+    with pytest.raises(Interrupted):
+        decoder.run(0, Prompt("data", [[{"role": "user", "content": "?"}]], None, [7, 8, 9]))
 
 
 def write_prompts(folder: Path, *conversations: list[str]) -> str:
