@@ -130,6 +130,7 @@ def test_all_variants_are_evaluated_alike(tmp_path: Path, monkeypatch: pytest.Mo
     benchmark, asked = make_benchmark(tmp_path), list[list[str]]()
     monkeypatch.setattr(benchmark, "_compile_cache", lambda variant: tmp_path / "none")
     monkeypatch.setattr(benchmark, "call", lambda *arguments: 0)
+    benchmark.options.held_out = tmp_path / "held.jsonl"
     dflash = benchmark.dflash
 
     def watched(log: Path, *words: object) -> None:

@@ -397,6 +397,35 @@ def test_the_answer_of_the_first_turn_goes_into_the_second(
     assert "on all 2 prompts" in render(result)
 
 
+def test_answers_end_at_a_stop_token_with_and_without_the_drafter(
+    config: EvaluateConfig, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, prompt = load_target(config.target, (0, 2), "cpu"), Prompt("data", [[]], None, [7, 8, 9])
+    answer = plain_decode(target, prompt.token_ids, 12).token_ids
+    stop = answer[3]
+    monkeypatch.setattr(answering, "stop_token_ids", lambda target: (stop,))
+    [turn] = PromptDecoder(target, drafter.eval(), Decoding(max_new_tokens=12)).run(0, prompt).turns
+    assert turn.plain is not None
+    for result in (turn.speculative, turn.plain):
+        assert (result.token_ids, result.stopped) == (answer[: answer.index(stop) + 1], True)
+
+
+def test_a_turn_that_leaves_no_room_ends_the_prompt(config: EvaluateConfig, tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path, ["What?", "a b " * 60])
+    for replayed in (False, True):
+        result = evaluate(replace(config, prompts=(prompts,), compare_plain=False, replay=replayed))
+        assert (result["num_prompts"], result["num_answers"]) == (1, 1)
+
+
+def test_prompts_are_of_the_split_that_is_asked_for(config: EvaluateConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, number in (("train", 1), ("test", 2)):
+        Path(write_prompts(folder, *[["What?"], ["How?"]][:number])).rename(folder / f"{name}.jsonl")
+    config = replace(config, prompts=(str(folder),), compare_plain=False, max_new_tokens=2)
+    assert [evaluate(replace(config, split=split))["num_prompts"] for split in ("train", "test")] == [1, 2]
+
+
 def test_data_sets_stand_apart_and_together(config: EvaluateConfig, tmp_path: Path) -> None:
     gsm8k = tmp_path / "copy.jsonl"
     gsm8k.write_text(json.dumps({"question": "How many?"}) + "\n")
