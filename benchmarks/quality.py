@@ -404,11 +404,11 @@ class Benchmark:
         """Everything; returns the exit status."""
         options = self.options
         self.hold_folder()
-        shared = questions(options.data) & questions(options.held_out)
-        if shared:
-            raise SystemExit(
-                f"{len(shared)} questions of {options.held_out} are in {options.data} too: leave them out."
-            )
+        held_out = questions(options.held_out)  # `evaluate` would leave them out of some variants' prompts alone
+        for data in (options.data, options.original):
+            shared = held_out & questions(data) if data is not None else ()
+            if shared:
+                raise SystemExit(f"{len(shared)} questions of {options.held_out} are in {data} too: leave them out.")
         runs = expand(options.plan, options.seeds, options.variant)
         if options.original is None:
             runs = [(variant, seed) for variant, seed in runs if not STORES[variant.store].original]

@@ -39,7 +39,7 @@ from dflash_train.speculate.loading import (
     load_drafter_config,
     trained_groups,
 )
-from dflash_train.speculate.prompts import Prompt, PromptSet, name_prompts, read_prompts
+from dflash_train.speculate.prompts import Prompt, PromptSet, name_prompts, read_prompts, source_file
 from dflash_train.speculate.sampling import Sampling
 from dflash_train.speculate.training_record import training_mismatches
 from dflash_train.speculate.zlab import ZlabDrafter, check_reference
@@ -197,7 +197,7 @@ def evaluate(
     tokenizer = load_tokenizer(config.target)
     arguments, template = config.chat_template_arguments, hash_chat_template(tokenizer)
     for source in config.prompts:
-        for warning in generation_mismatches(source, config.target, arguments, template):
+        for warning in generation_mismatches(source_file(source), config.target, arguments, template):
             report(warning)
     for warning in training_mismatches(folder, model_config, tokenizer, arguments):
         report(warning)

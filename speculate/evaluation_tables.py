@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dflash_train.speculate.prompts import source_label
+from dflash_train.speculate.prompts import source_labels
 from dflash_train.units import format_count
 
 if TYPE_CHECKING:
@@ -89,10 +89,11 @@ def _data_sets(result: dict[str, Any]) -> Table:
     table.add_column("data")
     for title in ("prompts", "acceptance length", "over answers", "first draft right", "tokens/s", "plain", "speed-up"):
         table.add_column(title, justify="right")
-    for entry in result["data_sets"]:
+    entries = result["data_sets"]
+    for entry, label in zip(entries, source_labels([entry["source"] for entry in entries]), strict=True):
         plain = None if entry["plain"] is None else entry["plain"]["tokens_per_second"]
         table.add_row(
-            source_label(entry["source"]),
+            label,
             f"{entry['num_prompts']:,}",
             f"[bold]{_number(entry['acceptance_length'])}[/bold]",
             _number(entry["acceptance_length_per_prompt"]),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dflash_train.speculate.prompts import source_label
+from dflash_train.speculate.prompts import source_labels
 from dflash_train.store.plots import BLUE, ORANGE, label_axes
 
 MOST_CURVES = 6
@@ -25,12 +25,13 @@ def plot_acceptance(result: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(11, 4.2), dpi=110, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     accepted, lengths = (figure.add_subplot(1, 2, number) for number in (1, 2))
+    labels = source_labels([entry["source"] for entry in result["data_sets"]])
     data_sets = result["data_sets"][:MOST_CURVES] if len(result["data_sets"]) > 1 else []
-    for number, entry in enumerate(data_sets):
+    for number, (entry, name) in enumerate(zip(data_sets, labels, strict=False)):
         colour = colormaps["viridis"](0.85 * number / max(1, len(data_sets) - 1))
-        label = f"{source_label(entry['source'])}: {_length(entry)}"
+        label = f"{name}: {_length(entry)}"
         accepted.plot(*_cumulative(entry), "o-", color=colour, markersize=3, linewidth=1.2, label=label)
-    label = f"{'all' if data_sets else source_label(result['data_sets'][0]['source'])}: {_length(result)}"
+    label = f"{'all' if data_sets else labels[0]}: {_length(result)}"
     accepted.plot(*_cumulative(result), "o-", color=BLUE, markersize=4, linewidth=2.2, label=label)
     accepted.set_ylim(0, 1.02)
     accepted.yaxis.set_major_formatter(PercentFormatter(1.0))

@@ -267,8 +267,26 @@ def _conversation_rows(format_name: str, rows: Iterator[Row]) -> Rows:
                 yield [conversation.messages[: roles.index("user") + 1]], conversation.tools, None
 
 
-def source_label(source: str) -> str:
-    """A short name for tables and pictures: gsm8k, or the last part of a path."""
-    if source in BENCHMARKS or source.partition("=")[0] in BENCHMARKS:
-        return source.partition("=")[0]
-    return re.split(r"[/\\]", source.rstrip("/\\"))[-1] or source
+def source_labels(sources: Sequence[str]) -> list[str]:
+    """Short names for tables and pictures, no two alike: gsm8k, or as many last parts of a path as tell it from the others."""
+    names = [_names(source) for source in sources]
+    labels = []
+    for own in names:
+        others = {name for other in names if other is not own for name in other}
+        labels.append(next((name for name in own if name not in others), own[-1]))
+    return labels
+
+
+def _names(source: str) -> list[str]:
+    """What a source may be called, the shortest first."""
+    benchmark = source.partition("=")[0]
+    if benchmark in BENCHMARKS:
+        return list(dict.fromkeys((benchmark, source)))
+    parts = [part for part in re.split(r"[/\\]", source) if part]
+    return [*("/".join(parts[-count:]) for count in range(1, len(parts) + 1)), source]
+
+
+def source_file(source: str) -> str:
+    """The file of gsm8k=FILE; any other source as it is."""
+    name, _, copy = source.partition("=")
+    return copy if copy and name in BENCHMARKS else source

@@ -93,9 +93,10 @@ def _rope_base(folder: DrafterFolder, model_config: Any) -> Check:
     bases = [base for base in (folder.config.get("rope_theta"), nested) if base is not None]
     wrong = [base for base in bases if base != target]
     if wrong:
-        text = f"{wrong[0]:,} is not the target's {target:,.0f}, with which drafters are trained."
         if isinstance(wrong[0], bool) or not isinstance(wrong[0], int | float):
             text = f"rope_theta is {wrong[0]!r}, no number."
+        else:
+            text = f"{wrong[0]:,} is not the target's {target:,.0f}, with which drafters are trained."
         return error(name, text, "Write the base of training in rope_theta and in rope_parameters.")
     scaling = text_config(model_config).to_dict().get("rope_parameters") or {}
     kind = scaling.get("rope_type", "default")

@@ -122,11 +122,7 @@ class RealAcceptance:
         made = build_manifest(target, run.reader.encoding, manifest.calibration_hash)
         _refuse(run, manifest.differences(made))
         drafter = Drafter(run.drafter_config, seed=None).to(target.device, target.dtype).requires_grad_(False).eval()
-        decoding = Decoding(
-            max_new_tokens=run.config.evaluate_new_tokens,
-            chat_template_arguments=template_arguments(run),
-            compare_plain=False,
-        )
+        decoding = Decoding(max_new_tokens=run.config.evaluate_new_tokens, compare_plain=False)
         decoder = PromptDecoder(target, drafter, decoding)
         prompts = self._read_prompts(run, target.tokenizer)
         self._prompts, self._num_trained = prompts.prompts, len(prompts.trained)

@@ -106,6 +106,47 @@ def test_a_run_without_a_round_is_a_failure_and_no_line(tmp_path: Path, monkeypa
     assert not (tmp_path / "results.jsonl").exists()
 
 
+def test_questions_that_some_variant_is_trained_on_are_refused(tmp_path: Path) -> None:
+    """Else its acceptance length would be of other prompts than the other variants'."""
+
+    def write(name: str, *questions: str) -> Path:
+        turns = [[{"role": "user", "content": question}] for question in questions]
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
+        return path
+
+    for data, original in ((("One?", " Two? "), ("Three?",)), (("One?",), ("Three?", "Two?"))):
+        benchmark = make_benchmark(tmp_path)
+        benchmark.options.held_out = write("held", "Two?", "Four?")
+        benchmark.options.data, benchmark.options.original = write("answers", *data), write("theirs", *original)
+        wrong = "answers" if len(data) == 2 else "theirs"
+        with pytest.raises(SystemExit, match=rf"^1 questions of .*held.jsonl are in .*{wrong}.jsonl too: leave them"):
+            benchmark.execute()
+        assert benchmark._held is not None
+        benchmark._held.close()
+
+
+def test_all_variants_are_evaluated_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    benchmark, asked = make_benchmark(tmp_path), list[list[str]]()
+    monkeypatch.setattr(benchmark, "_compile_cache", lambda variant: tmp_path / "none")
+    monkeypatch.setattr(benchmark, "call", lambda *arguments: 0)
+    benchmark.options.held_out = tmp_path / "held.jsonl"
+    dflash = benchmark.dflash
+
+    def watched(log: Path, *words: object) -> None:
+        if words[0] == "evaluate":
+            own = {words.index(name) + 1 for name in ("--drafter", "--output")}
+            asked.append([str(word) for place, word in enumerate(words) if place not in own])
+        dflash(log, *words)
+
+    monkeypatch.setattr(benchmark, "dflash", watched)
+    for variant in {variant.name: variant for plan in quality.PLANS.values() for variant in plan}.values():
+        with pytest.raises(quality.Failed, match="no round"):
+            benchmark.run(variant, 0)
+    assert len(asked) > 15 and all(words == asked[0] for words in asked)
+    assert asked[0][asked[0].index("--data") + 1] == str(benchmark.options.held_out)
+
+
 def test_a_peer_runs_on_the_gpu_that_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dflash_train.machine.devices._gpu_uuids", lambda: ["GPU-a", "GPU-b"])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

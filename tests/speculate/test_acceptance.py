@@ -1,6 +1,7 @@
 """Acceptance statistics of hand-made rounds."""
 
-from dflash_train.speculate.acceptance import acceptance_statistics, speed_statistics
+from dflash_train.speculate.acceptance import acceptance_statistics, speed_statistics, summarise
+from dflash_train.speculate.answering import PromptResult, TurnResult
 from dflash_train.speculate.decode import DecodeResult, Round
 
 
@@ -29,3 +30,18 @@ def test_no_round_at_all() -> None:
     assert found["acceptance_length_per_prompt"] is None
     assert found["positions"][0]["conditional"] is None
     assert speed_statistics([DecodeResult(token_ids=[0])])["tokens_per_second"] is None
+
+
+def test_the_speedup_is_speculative_over_plain_tokens_a_second_of_each_data_set_and_of_all() -> None:
+    def answered(source: str, plain_seconds: float) -> PromptResult:
+        speculative = DecodeResult(token_ids=[0] * 9, rounds=[Round(3, 3, 4)] * 2, decode_seconds=2.0)
+        plain = DecodeResult(token_ids=[0] * 9, decode_seconds=plain_seconds)
+        for result in (speculative, plain):
+            result.prefill_seconds = 100.0  # counts in none of it
+        turn = TurnResult(num_prompt_tokens=5, speculative=speculative, plain=plain)
+        return PromptResult(index=0, source=source, turns=[turn])
+
+    result = summarise([answered("a", 4.0), answered("b", 12.0)], block_size=4)
+    assert (result["speculative"]["tokens_per_second"], result["plain"]["tokens_per_second"]) == (4.0, 1.0)
+    assert (result["speculative"]["prefill_seconds"], result["speculative"]["decode_seconds"]) == (200.0, 4.0)
+    assert [entry["speedup"] for entry in (result, *result["data_sets"])] == [4.0, 2.0, 6.0]

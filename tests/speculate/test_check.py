@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ from dflash_train.errors import InputError
 from dflash_train.speculate import parity
 from dflash_train.speculate.check import CheckConfig, check_drafter
 from dflash_train.speculate.drafter_folder import read_drafter_folder
+from dflash_train.speculate.findings import ENGINES
+from dflash_train.speculate.serving import serving_commands
 from dflash_train.speculate.tensor_checks import wanted_shapes
 from dflash_train.stage1_target.target import load_target
 from dflash_train.stage1_target.target_config import TargetConfig
@@ -115,6 +118,36 @@ def infinite(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     tensors["norm.weight"][3] = float("inf")
 
 
+def nan(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    tensors["fc.weight"][3, 4] = torch.nan
+
+
+def whole_numbers(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    tensors["norm.weight"] = torch.ones(32, dtype=torch.int8)
+
+
+def lose_a_layer(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if name.startswith("layers.1.")]:
+        del tensors[name]
+
+
+def drop(*path: str) -> Break:
+    def change(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        table = config
+        for key in path[:-1]:
+            table = table[key]
+        del table[path[-1]]
+
+    return change
+
+
+def slide(**changes: Any) -> Break:
+    """Sliding layers with a window, and no flag; changes may spoil them."""
+    values = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8, "use_sliding_window": True} | changes
+    return both(*(at(name, to=value) for name, value in values.items()), *NO_FLAG)
+
+
+NO_FLAG = (drop("is_causal"), drop("dflash_config", "causal"))
 CAUSAL = both(at("is_causal", to=True), at("dflash_config", "causal", to=True))
 BROKEN: dict[str, tuple[Break, str, str]] = {
     "the eos for the mask": (at("dflash_config", "mask_token_id", to=2), "mask token", "eos token"),
@@ -200,6 +233,76 @@ BROKEN: dict[str, tuple[Break, str, str]] = {
         "target layers",
         "2,1 are not ascending",
     ),
+    "two architectures": (
+        at("architectures", to=["DFlashDraftModel", "LlamaForCausalLM"]),
+        "architecture",
+        "engines choose their code by it",
+    ),
+    "another model type": (at("model_type", to="llama"), "architecture", "model_type is 'llama'"),
+    "a size that is a flag": (at("intermediate_size", to=True), "geometry", "intermediate_size is True, no number"),
+    "a size that is text": (at("hidden_size", to="32"), "geometry", "hidden_size is '32', no number"),
+    "a size of nothing": (at("intermediate_size", to=0), "geometry", "intermediate_size is 0, no number"),
+    "no depth of the target": (drop("num_target_layers"), "geometry", "num_target_layers is missing"),
+    "key heads that do not divide": (at("num_key_value_heads", to=3), "geometry", "must be a multiple"),
+    "an odd head size": (at("head_dim", to=7), "geometry", "the size even"),
+    "unknown layers": (
+        at("layer_types", to=["full_attention", "chunked_attention"]),
+        "layer types",
+        "the types chunked_attention are unknown",
+    ),
+    "types of more layers": (at("layer_types", to=["full_attention"] * 3), "layer types", "3 types for 2 layers"),
+    "sliding layers without a window": (slide(sliding_window=None), "layer types", "sliding_window is None"),
+    "a window of nothing": (slide(sliding_window=0), "layer types", "sliding_window is 0"),
+    "a window that is not used": (slide(use_sliding_window=False), "layer types", "use_sliding_window false"),
+    "rotary parameters that are no table": (at("rope_parameters", to=[1]), "rotary positions", "no table"),
+    "a rotary scaling that is no table": (at("rope_scaling", to="yarn"), "rotary positions", "no table"),
+    "a scaling where transformers 4 looks": (at("rope_scaling", to={"type": "linear"}), "rotary positions", "linear"),
+    "no rotary base": (
+        both(drop("rope_theta"), drop("rope_parameters", "rope_theta")),
+        "rotary positions",
+        "rope_theta is missing",
+    ),
+    "another rotary base where transformers 5 looks": (
+        both(drop("rope_theta"), at("rope_parameters", "rope_theta", to=1e6)),
+        "rotary base",
+        "1,000,000.0 is not the target's 10,000",
+    ),
+    "another rotary base where transformers 4 looks": (
+        both(at("rope_theta", to=1e6), drop("rope_parameters")),
+        "rotary base",
+        "1,000,000.0 is not the target's 10,000",
+    ),
+    "a rotary base that is text": (
+        both(at("rope_theta", to="1e4"), at("rope_parameters", "rope_theta", to="1e4")),
+        "rotary base",
+        "rope_theta is '1e4', no number",
+    ),
+    "a missing layer": (lose_a_layer, "missing tensors", "and 7 more"),
+    "another MLP": (at("intermediate_size", to=40), "tensor shapes", "wanted [40, 32]; "),
+    "many shapes": (at("intermediate_size", to=40), "tensor shapes", "and 2 more"),
+    "integers": (whole_numbers, "tensor types", "I8 tensors are there"),
+    "no number": (nan, "values", "fc.weight"),
+    "another width": (at("hidden_size", to=64), "target sizes", "hidden_size is 64, the target has 32"),
+    "an empty list of layers": (
+        at("dflash_config", "target_layer_ids", to=[]),
+        "target layers",
+        "target_layer_ids is []; engines would choose",
+    ),
+    "a layer twice": (at("dflash_config", "target_layer_ids", to=[1, 1]), "target layers", "1,1 are not ascending"),
+    "a layer before the first": (
+        at("dflash_config", "target_layer_ids", to=[-1, 2]),
+        "target layers",
+        "-1,2 are not ascending",
+    ),
+    "three layers for the fc of two": (
+        at("dflash_config", "target_layer_ids", to=[0, 1, 2]),
+        "target layers",
+        "3 layers are named, but fc takes 64 features, 2 layers of 32",
+    ),
+    "the bos for the mask": (at("dflash_config", "mask_token_id", to=1), "mask token", "bos token"),
+    "a mask before the table": (at("dflash_config", "mask_token_id", to=-1), "mask token", "-1 is no row"),
+    "a mask that is text": (at("dflash_config", "mask_token_id", to="3"), "mask token", "it is '3'"),
+    "two masks": (at("mask_token_id", to=4), "mask token", "is 4 at the top but 3 in dflash_config"),
     "junk in a list": (at("layer_types", to=7), "config.json", ""),
 }
 
@@ -214,6 +317,95 @@ def test_a_broken_drafter_is_found_and_named(name: str, tiny_target: Callable[..
     assert not result["ok"]
     assert text in errors[check_name], errors
     assert all(entry["way_out"] for entry in result["checks"] if entry["status"] != "ok")
+
+
+WARNED: dict[str, tuple[Break, str, str]] = {
+    "block size at the top alone": (drop("dflash_config", "block_size"), "block size", "is not in dflash_config"),
+    "block size in the table alone": (drop("block_size"), "block size", "is not in the top of config.json"),
+    "no flag": (both(*NO_FLAG), "causality", "take full layers for bidirectional."),
+    "no flag of sliding layers": (slide(), "causality", "sliding ones for causal inside the block"),
+    "the flag at the top alone": (drop("dflash_config", "causal"), "causality", "but dflash_config.causal is missing"),
+    "the flag in the table alone": (drop("is_causal"), "causality", "but is_causal is missing"),
+    "the rotary base at the top alone": (drop("rope_parameters"), "rotary positions", "rope_parameters is missing"),
+    "the rotary base in the table alone": (drop("rope_theta"), "rotary positions", "rope_theta is missing"),
+    "an embedding scale": (
+        at("dflash_config", "input_embedding_scale", to=12.0),
+        "embedding scale",
+        "is 12.0, which SGLang and vLLM did not read",
+    ),
+    "a logit scale": (at("dflash_config", "output_multiplier", to=0.5), "logit scale", "which vLLM did not read"),
+    "a softcap": (at("dflash_config", "final_logit_softcapping", to=5.0), "logit scale", "which vLLM did not read"),
+    "float32": (
+        lambda config, tensors: tensors.update({name: tensor.float() for name, tensor in tensors.items()}),
+        "tensor types",
+        "the tensors are F32",
+    ),
+    "no number of positions": (drop("max_position_embeddings"), "positions", "engines would take 32,768"),
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_what_some_engines_misread_is_warned_of(name: str, tiny_target: Callable[..., Path], tmp_path: Path) -> None:
+    change, check_name, text = WARNED[name]
+    folder = write_drafter(tmp_path / "drafter", make_config())
+    break_drafter(folder, change)
+    result = check(folder, tiny_target("llama"))
+    warnings = found(result, "warning")
+    assert result["ok"], found(result, "error")
+    assert warnings.keys() == {check_name} and text in warnings[check_name], warnings
+    assert all(entry["way_out"] for entry in result["checks"] if entry["status"] != "ok")
+
+
+def changed_target(target: Path, folder: Path, **changes: Any) -> Path:
+    """A target's config and tokenizer without its weights; a change of None takes the entry out."""
+    shutil.copytree(target, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    for name in ("config.json", "tokenizer_config.json"):
+        values = json.loads((folder / name).read_text())
+        values |= {key: value for key, value in changes.items() if key in values}
+        (folder / name).write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("target_changes", "drafter_changes", "status", "name", "text"),
+    [
+        ({}, {}, "ok", "target layers", "1,2 of 5, z-lab's choice"),
+        (
+            {"num_hidden_layers": 3},
+            {"num_target_layers": 3, "target_layer_ids": (0, 1)},
+            "error",
+            "target layers",
+            "4 at l",
+        ),
+        ({"num_hidden_layers": 4}, {"num_target_layers": 4, "target_layer_ids": (0, 1)}, "ok", "target layers", "of 4"),
+        ({"head_dim": 16}, {}, "warning", "head size", "head_dim is 8, the target's heads have 16"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+            {},
+            "ok",
+            "rotary base",
+            "Its linear scaling is not inherited",
+        ),
+        ({"eos_token_id": [2, 5]}, {"mask_token_id": 5}, "error", "mask token", "5 is the target's eos token"),
+        ({"pad_token_id": None}, {"mask_token_id": 0}, "error", "mask token", "0 is the target's pad token"),
+        ({"bos_token_id": 0}, {"mask_token_id": 1}, "error", "mask token", "'<|im_start|>', which the chat template"),
+        ({"mask_token": None}, {}, "warning", "mask token", "'<|mask|>', an added token"),
+        ({}, {}, "ok", "mask token", "the tokenizer's own mask token '<|mask|>'"),
+        ({"vocab_size": 500}, {"vocab_size": 500, "mask_token_id": 450}, "ok", "mask token", "450, a row that the tok"),
+    ],
+)
+def test_a_drafter_is_held_against_the_facts_of_its_target(
+    target_changes: dict[str, Any],
+    drafter_changes: dict[str, Any],
+    status: str,
+    name: str,
+    text: str,
+    tiny_target: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    target = changed_target(tiny_target("llama"), tmp_path / "target", **target_changes)
+    result = check(write_drafter(tmp_path / "drafter", make_config(**drafter_changes)), target)
+    assert text in found(result, status)[name], result["checks"]
 
 
 def shown_reports() -> tuple[tuple[Any, ...], list[str]]:
@@ -267,23 +459,78 @@ def test_head_size_and_positions_that_are_not_the_targets_are_warned_of(
     assert "is 128, the target has 256" in warnings["positions"]
 
 
-def test_what_only_another_engine_misreads_is_left_out(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
-    folder = write_drafter(tmp_path / "drafter", make_config(is_causal=True))
-    result = check(folder, tiny_target("llama"), engines=("vllm", "z-lab"))
-    assert result["ok"]
-    assert result["commands"].keys() == {"vllm", "z-lab"}
+MIXED = both(
+    at("layer_types", to=["sliding_attention", "full_attention"]),
+    at("sliding_window", to=8),
+    at("use_sliding_window", to=True),
+    *NO_FLAG,
+)
 
 
-def test_the_trainers_record_shows_a_flag_that_was_changed(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "status", "name", "blind", "seeing"),
+    [
+        (CAUSAL, "error", "causality", ("sglang",), ("vllm", "z-lab")),
+        (
+            both(drop("is_causal"), at("dflash_config", "causal", to=True)),
+            "error",
+            "causality",
+            ("z-lab",),
+            ("vllm",),
+        ),
+        (MIXED, "warning", "layer types", ("vllm",), ("sglang", "z-lab")),
+        (at("dflash_config", "input_embedding_scale", to=2.0), "warning", "embedding scale", ("sglang",), ("z-lab",)),
+        (at("dflash_config", "output_multiplier", to=2.0), "warning", "logit scale", ("vllm",), ("sglang", "z-lab")),
+    ],
+)
+def test_what_only_another_engine_misreads_is_left_out(
+    change: Break,
+    status: str,
+    name: str,
+    blind: tuple[str, ...],
+    seeing: tuple[str, ...],
+    tiny_target: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    folder = write_drafter(tmp_path / "drafter", make_config())
+    break_drafter(folder, change)
+    assert name in found(check(folder, tiny_target("llama"), engines=blind), status)
+    result = check(folder, tiny_target("llama"), engines=seeing)
+    assert result["ok"] and name not in found(result, status)
+    assert tuple(sorted(result["commands"])) == seeing
+
+
+def test_a_target_of_few_layers_is_for_other_engines_than_sglang(
+    tiny_target: Callable[..., Path], tmp_path: Path
+) -> None:
+    target = changed_target(tiny_target("llama"), tmp_path / "target", num_hidden_layers=3)
+    folder = write_drafter(tmp_path / "drafter", make_config(num_target_layers=3, target_layer_ids=(0, 1)))
+    assert found(check(folder, target), "error").keys() == {"target layers"}
+    assert check(folder, target, engines=("vllm", "z-lab"))["ok"]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (both(at("block_size", to=8), at("dflash_config", "block_size", to=8)), "block_size is 8, trained with 4"),
+        (drop("dflash_config", "causal"), "dflash_config.causal is None, trained with False"),
+        (drop("is_causal"), "is_causal is None, trained with False"),
+        (at("dflash_config", "extra", to=1), "dflash_config.extra is 1, trained with None"),
+    ],
+)
+def test_the_trainers_record_shows_a_flag_that_was_changed(
+    change: Break, text: str, tiny_target: Callable[..., Path], tmp_path: Path
+) -> None:
     config = make_config()
-    folder = write_drafter(tmp_path / "drafter", make_config(block_size=8))
+    folder = write_drafter(tmp_path / "drafter", config)
+    break_drafter(folder, change)
     (folder / "trainer").mkdir()
     names = ("config", "store", "random_state", "versions")
     state = {name: {} for name in names} | {"step": 1, "drafter": config.to_json(), "segments": [], "total_steps": 1}
     (folder / "trainer" / "state.json").write_text(json.dumps(state | {"evaluation": None}))
     errors = found(check(folder, tiny_target("llama")), "error")
     assert errors.keys() == {"training record"}
-    assert "block_size is 8, trained with 4" in errors["training record"]
+    assert text in errors["training record"]
 
 
 def test_a_damaged_checkpoint_is_named(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
@@ -292,11 +539,56 @@ def test_a_damaged_checkpoint_is_named(tiny_target: Callable[..., Path], tmp_pat
     assert "files" in found(check(folder, tiny_target("llama")), "error")
 
 
-def test_a_head_that_is_not_the_targets_is_named(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])  # a tied head, and one of its own
+@pytest.mark.parametrize("name", ["lm_head.weight", "embed_tokens.weight"])
+def test_a_head_or_an_embedding_that_is_not_the_targets_is_named(
+    name: str, kind: str, tiny_target: Callable[..., Path], tmp_path: Path
+) -> None:
+    target = load_target(TargetConfig(name=str(tiny_target(kind))), (1, 2), "cpu")
+    head = target.embed_tokens if target.lm_head is None else target.lm_head
+    own = (head if name == "lm_head.weight" else target.embed_tokens).clone()
     folder = write_drafter(tmp_path / "drafter", make_config())
-    break_drafter(folder, lambda config, tensors: tensors.update({"lm_head.weight": torch.randn(400, 32)}))
-    result = check(folder, tiny_target("llama"), parity=True)
-    assert "lm_head.weight in the file is not the target's" in found(result, "error")["head"]
+    for tensor, status in ((own, "ok"), (own[:-1], "error"), (own.roll(1, 0), "error")):
+        break_drafter(folder, lambda config, tensors, tensor=tensor: tensors.update({name: tensor.contiguous()}))  # type: ignore[misc]
+        head_check = parity.check_head(target, read_drafter_folder(folder))
+        said = f"{name} in the file is not the target's" if status == "error" else "carries the same"
+        assert head_check.status == status and said in head_check.text
+    break_drafter(folder, lambda config, tensors: tensors.update({name: own}))
+    assert check(folder, tiny_target(kind), parity=True)["ok"], "the file may carry the target's own"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("granite", "input_embedding_scale is 1, the target has 12; output_multiplier is 1, the target has 0.125"),
+        ("gemma2", "final_logit_softcapping is 0, the target has 5"),
+    ],
+)
+def test_scales_that_the_target_has_and_the_drafter_not_are_named(
+    kind: str, text: str, tiny_target: Callable[..., Path], tmp_path: Path
+) -> None:
+    result = check(write_drafter(tmp_path / "drafter", make_config()), tiny_target(kind), parity=True)
+    assert text in found(result, "error")["scales"]
+
+
+def test_first_drafts_that_are_never_right_are_warned_of() -> None:
+    served = torch.zeros(40, 3, 5)
+    served[:, 0, 2], served[:, 1:, 4] = 1.0, 1.0
+    for right, status in ((40, "ok"), (3, "ok"), (2, "warning"), (0, "warning")):
+        labels = torch.tensor([2] * right + [4] * (40 - right))
+        first_drafts = parity._first_drafts(served, labels)
+        assert first_drafts.status == status and first_drafts.text.startswith(f"{right} of 40 ")
+
+
+def test_a_target_whose_cache_cannot_be_rewound_is_warned_of(
+    tiny_target: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise InputError("its cache can neither be cropped nor copied.")
+
+    monkeypatch.setattr(parity, "check_parity", refuse)
+    result = check(write_drafter(tmp_path / "drafter", make_config()), tiny_target("llama"), parity=True)
+    assert result["ok"] and "neither be cropped" in found(result, "warning")["parity"]
 
 
 def test_parity_is_not_compared_after_an_error(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
@@ -349,8 +641,6 @@ def test_wanted_tensors_are_the_drafters(tmp_path: Path) -> None:
 
 
 def test_commands_are_what_a_shell_takes(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
-    import shlex
-
     config = make_config(
         is_causal=None, layer_types=("sliding_attention", "full_attention"), sliding_window=6, block_size=16
     )
@@ -362,6 +652,25 @@ def test_commands_are_what_a_shell_takes(tiny_target: Callable[..., Path], tmp_p
     assert json.loads(vllm[5]) == {"method": "dflash", "model": str(folder), "num_speculative_tokens": 15}
     assert sglang[-1] == str(folder)
     assert "V2 model runner" in found(result, "warning")["layer types"]
+
+
+def test_commands_name_revision_code_and_whole_paths(
+    tiny_target: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = read_drafter_folder(write_drafter(Path("drafter"), make_config()))
+    hub = serving_commands(folder, TargetConfig(name="org/t", revision="v1", trust_remote_code=True), ENGINES)
+    vllm = {"method": "dflash", "model": str(tmp_path / "drafter"), "num_speculative_tokens": 3}
+    assert shlex.split(hub["vllm"]) == [
+        *("vllm", "serve", "org/t", "--speculative-config", json.dumps(vllm)),
+        *("--revision", "v1", "--trust-remote-code"),
+    ]
+    assert hub["sglang"].endswith(f"-draft-model-path {tmp_path / 'drafter'} --revision v1 --trust-remote-code")
+    Path("t").mkdir()
+    local = serving_commands(folder, TargetConfig(name="t"), ENGINES)
+    assert all(f" {tmp_path / 't'} " in line and "--revision" not in line for line in local.values())
+    break_drafter(folder.path, both(at("block_size", to=1), at("dflash_config", "block_size", to=1)))
+    assert serving_commands(read_drafter_folder(folder.path), TargetConfig(name="t"), ENGINES) == {}
 
 
 def test_what_is_no_drafter_is_refused(tiny_target: Callable[..., Path], tmp_path: Path) -> None:

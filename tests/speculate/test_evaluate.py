@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,15 @@ from rich.console import Console
 from dflash_train.errors import InputError
 from dflash_train.speculate import answering
 from dflash_train.speculate import evaluate as evaluation
-from dflash_train.speculate.answering import Decoding, PromptDecoder
-from dflash_train.speculate.decode import plain_decode, speculative_decode
+from dflash_train.speculate.acceptance import summarise
+from dflash_train.speculate.answering import Decoding, PromptDecoder, PromptResult, TurnResult
+from dflash_train.speculate.decode import DecodeResult, Interrupted, Round, plain_decode, speculative_decode
 from dflash_train.speculate.evaluate import EvaluateConfig, evaluate
 from dflash_train.speculate.evaluation_tables import format_evaluation
 from dflash_train.speculate.events import Decoded
 from dflash_train.speculate.loading import load_drafter
+from dflash_train.speculate.prompts import Prompt
+from dflash_train.speculate.sampling import Sampling
 from dflash_train.stage1_target.target import load_target, stop_token_ids
 from dflash_train.stage1_target.target_config import TargetConfig
 from dflash_train.stage2_drafter.drafter import Drafter, DrafterConfig
@@ -194,6 +198,28 @@ def test_the_prompt_is_put_under_the_chat_template(
     assert tiny_tokenizer.decode(seen[0]) == expected
 
 
+def test_all_turns_are_asked_in_the_mode_of_thinking_that_is_given(
+    config: EvaluateConfig, target_folder: Path, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thinking, asked, answer = tmp_path / "thinking", list[str](), answering.Asking.answer
+    shutil.copytree(target_folder, thinking)
+    template = thinking / "chat_template.jinja"
+    template.write_text(template.read_text() + "{% if enable_thinking %}Think.{% endif %}")
+
+    def watched(self: Any, result: Any) -> None:
+        asked.append(tiny_tokenizer.decode(self.token_ids))
+        answer(self, result)
+
+    monkeypatch.setattr(answering.Asking, "answer", watched)
+    config = replace(config, target=replace(config.target, name=str(thinking)), max_new_tokens=4, compare_plain=False)
+    config = replace(config, prompts=(write_prompts(tmp_path, ["What?", "And?"]),))
+    for enable in (False, True):
+        for replayed in (False, True):
+            asked.clear()
+            evaluate(replace(config, chat_template_arguments={"enable_thinking": enable}, replay=replayed))
+            assert [text.endswith("assistant\nThink.") for text in asked] == [enable] * 2, asked
+
+
 def test_stop_tokens_come_from_all_configs(config: EvaluateConfig) -> None:
     target = load_target(config.target, (0, 2), "cpu")
     assert stop_token_ids(target) == (2, 5)
@@ -297,6 +323,40 @@ def test_a_loaded_drafter_is_checked_against_the_loaded_target(
         PromptDecoder(make_tiny_target("llama"), drafter, Decoding())
 
 
+def test_a_target_that_loses_its_state_is_refused_before_a_prompt_is_decoded(
+    make_tiny_target: Callable[[str], Any], make_tiny_drafter: Callable[..., Drafter]
+) -> None:
+    target = make_tiny_target("qwen3_5")
+
+    def lose_state(module: Any, arguments: Any, keywords: dict[str, Any]) -> None:
+        cache = next(value for value in keywords.values() if hasattr(value, "layers"))
+        for layer in cache.layers:
+            if type(layer).__name__ == "LinearAttentionLayer":
+                layer.reset()
+
+    handle = target.model.register_forward_pre_hook(lose_state, with_kwargs=True)
+    try:
+        with pytest.raises(InputError, match="lose their state when several tokens are read at once"):
+            PromptDecoder(target, make_tiny_drafter(target), Decoding())
+    finally:
+        handle.remove()
+
+
+def test_a_stop_ends_decoding_without_the_drafter_too(
+    config: EvaluateConfig, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = PromptDecoder(load_target(config.target, (0, 2), "cpu"), drafter.eval(), Decoding(max_new_tokens=12))
+
+    def watched(*arguments: Any, **settings: Any) -> Any:
+        result = speculative_decode(*arguments, **settings)
+        decoder.stop = lambda: True
+        return result
+
+    monkeypatch.setattr(answering, "speculative_decode", watched)
+    with pytest.raises(Interrupted):
+        decoder.run(0, Prompt("data", [[{"role": "user", "content": "?"}]], None, [7, 8, 9]))
+
+
 def write_prompts(folder: Path, *conversations: list[str]) -> str:
     path = folder / "turns.jsonl"
     path.write_text("".join(json.dumps({"turns": questions}) + "\n" for questions in conversations))
@@ -319,7 +379,7 @@ def test_the_answer_of_the_first_turn_goes_into_the_second(
     def watched(target: Any, drafter: Any, prompt: Sequence[int], *arguments: Any, **settings: Any) -> Any:
         seen.append(prompt)
         result = speculative_decode(target, drafter, prompt, *arguments, **settings)
-        result.token_ids = [*tiny_tokenizer("Paris")["input_ids"], 2]
+        result.token_ids = [*tiny_tokenizer("Paris")["input_ids"], 3, 2]  # of some targets special tokens mark thinking
         result.stopped = True
         return result
 
@@ -328,13 +388,42 @@ def test_the_answer_of_the_first_turn_goes_into_the_second(
     result = evaluate(replace(config, prompts=(prompts,), compare_plain=False))
     assert (result["num_prompts"], result["num_answers"]) == (2, 3)
     user, assistant, end = "<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>\n"
-    second = f"{user}What?{end}{assistant}Paris{end}{user}And then?{end}{assistant}"
+    second = f"{user}What?{end}{assistant}Paris<|mask|>{end}{user}And then?{end}{assistant}"
     assert tiny_tokenizer.decode(seen[1]) == second
     assert len(seen) == 3
     monkeypatch.undo()
     result = evaluate(replace(config, prompts=(prompts,), max_turns=1))
     assert result["num_answers"] == 2
     assert "on all 2 prompts" in render(result)
+
+
+def test_answers_end_at_a_stop_token_with_and_without_the_drafter(
+    config: EvaluateConfig, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, prompt = load_target(config.target, (0, 2), "cpu"), Prompt("data", [[]], None, [7, 8, 9])
+    answer = plain_decode(target, prompt.token_ids, 12).token_ids
+    stop = answer[3]
+    monkeypatch.setattr(answering, "stop_token_ids", lambda target: (stop,))
+    [turn] = PromptDecoder(target, drafter.eval(), Decoding(max_new_tokens=12)).run(0, prompt).turns
+    assert turn.plain is not None
+    for result in (turn.speculative, turn.plain):
+        assert (result.token_ids, result.stopped) == (answer[: answer.index(stop) + 1], True)
+
+
+def test_a_turn_that_leaves_no_room_ends_the_prompt(config: EvaluateConfig, tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path, ["What?", "a b " * 60])
+    for replayed in (False, True):
+        result = evaluate(replace(config, prompts=(prompts,), compare_plain=False, replay=replayed))
+        assert (result["num_prompts"], result["num_answers"]) == (1, 1)
+
+
+def test_prompts_are_of_the_split_that_is_asked_for(config: EvaluateConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, number in (("train", 1), ("test", 2)):
+        Path(write_prompts(folder, *[["What?"], ["How?"]][:number])).rename(folder / f"{name}.jsonl")
+    config = replace(config, prompts=(str(folder),), compare_plain=False, max_new_tokens=2)
+    assert [evaluate(replace(config, split=split))["num_prompts"] for split in ("train", "test")] == [1, 2]
 
 
 def test_data_sets_stand_apart_and_together(config: EvaluateConfig, tmp_path: Path) -> None:
@@ -380,6 +469,33 @@ def test_several_processes_give_the_numbers_of_one_even_if_one_dies(
     assert "2 processes, each on cpu" in render(shared)
 
 
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({}, 0),
+        ({"lossless": True, "reference": {"num_equal": 2, "differences": [], "same": True}}, 0),
+        ({"lossless": False, "differences": []}, 1),
+        ({"reference": {"num_equal": 2, "differences": [], "same": False}}, 1),
+        ({"failures": ["a worker was killed by SIGKILL"]}, 1),
+        ({"interrupted": True, "failures": ["a worker was killed by SIGKILL"]}, 130),
+    ],
+    ids=["all well", "all equal", "unequal", "unlike z-lab's", "a dead worker", "stopped"],
+)
+def test_the_exit_status_says_whether_the_number_holds(
+    changes: dict[str, Any], status: int, config: EvaluateConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from click.testing import CliRunner
+
+    from dflash_train.cli import main
+
+    result = evaluate(replace(config, compare_plain=False, max_prompts=1, max_new_tokens=2))
+    monkeypatch.setattr(evaluation, "evaluate", lambda *arguments: {**result, **changes})
+    words = ["evaluate", "--target", config.target.name, "--drafter", str(config.drafter)]
+    ran = CliRunner().invoke(main, [*words, "--data", config.prompts[0], "--gpus", "cpu", "--json"])
+    assert ran.exit_code == status, ran.output
+    assert ("killed by SIGKILL" in ran.stderr) is bool(changes.get("failures"))
+
+
 @pytest.mark.parametrize("devices", ["here", "cpu:1"])
 def test_a_signal_leaves_the_result_of_the_finished_prompts(
     devices: str, config: EvaluateConfig, tmp_path: Path
@@ -408,6 +524,39 @@ def test_at_a_temperature_speeds_are_compared_and_texts_are_not(config: Evaluate
     text = render(result)
     assert "0.7, top-p 0.9, top-k 50  (rejection sampling, seed 3)" in text
     assert "their distribution is the target's own" in text
+
+
+def test_answers_are_drawn_with_the_sampling_and_the_seed_that_are_asked_for(
+    config: EvaluateConfig, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[tuple[str, Sequence[int], list[int]]] = []
+
+    def watched_plain(target: Any, prompt: Sequence[int], *arguments: Any, **settings: Any) -> Any:
+        result = plain_decode(target, prompt, *arguments, **settings)
+        drawn.append(("plain", prompt, result.token_ids))
+        return result
+
+    def watched_speculative(target: Any, drafter: Any, prompt: Sequence[int], *arguments: Any, **settings: Any) -> Any:
+        result = speculative_decode(target, drafter, prompt, *arguments, **settings)
+        drawn.append(("speculative", prompt, result.token_ids))
+        return result
+
+    monkeypatch.setattr(answering, "plain_decode", watched_plain)
+    monkeypatch.setattr(answering, "speculative_decode", watched_speculative)
+    evaluate(replace(config, max_prompts=1, temperature=0.9, top_k=50, seed=3))
+    target, stop_ids = load_target(config.target, (0, 2), "cpu"), (2, 5)
+
+    def expected(way: str, prompt: Sequence[int], **settings: Any) -> list[int]:
+        if way == "plain":
+            return plain_decode(target, prompt, 12, stop_ids, **settings).token_ids
+        return speculative_decode(target, drafter.eval(), prompt, 12, stop_ids, **settings).token_ids
+
+    sampling = Sampling(temperature=0.9, top_k=50)
+    assert [way for way, _, _ in drawn] == ["speculative", "plain"]
+    for way, prompt, token_ids in drawn:
+        assert token_ids == expected(way, prompt, sampling=sampling, seed=3)
+        assert token_ids != expected(way, prompt, sampling=sampling, seed=0)
+        assert token_ids != expected(way, prompt, seed=3)
 
 
 def test_prompts_of_the_training_data_are_left_out_and_named(
@@ -492,14 +641,82 @@ def test_prompts_that_were_regenerated_with_another_template_or_revision_are_war
     assert any("by revision 'v1' of the target, not by 'v2'" in note for note in notes if isinstance(note, str))
 
 
-def test_the_picture_is_a_png(config: EvaluateConfig, tmp_path: Path) -> None:
+def test_settings_beside_the_copy_of_a_benchmark_are_compared_too(config: EvaluateConfig, tmp_path: Path) -> None:
+    from dflash_train.stage1_target.generation import settings_path
+    from dflash_train.stage1_target.regenerate import RegenerateConfig, make_settings
+
+    copy, notes = tmp_path / "copy.jsonl", list[Any]()
+    copy.write_text(json.dumps({"question": "How many?"}) + "\n")
+    arguments = {"enable_thinking": False}
+    made = RegenerateConfig(target=config.target, source="q.jsonl", output=copy, chat_template_arguments=arguments)
+    settings_path(copy).write_text(json.dumps(make_settings(made, None).__dict__))
+    evaluate(replace(config, prompts=(f"gsm8k={copy}",), compare_plain=False, max_new_tokens=2), notes.append)
+    assert sum("answers in copy.jsonl were regenerated with --chat-template-arg" in note for note in notes[:-1]) == 1
+
+
+@pytest.fixture
+def two_data_sets(config: EvaluateConfig) -> dict[str, Any]:
+    """A report with known numbers of two files of one name."""
+
+    def answered(index: int, source: str, plain_seconds: float, *rounds: Round) -> PromptResult:
+        token_ids = [0] * (1 + sum(round_.num_produced for round_ in rounds))
+        speculative = DecodeResult(token_ids=token_ids, rounds=list(rounds), decode_seconds=2.0)
+        plain = DecodeResult(token_ids=token_ids, decode_seconds=plain_seconds)
+        turn = TurnResult(num_prompt_tokens=5, speculative=speculative, plain=plain)
+        return PromptResult(index=index, source=source, turns=[turn])
+
+    one = answered(0, "one/test.jsonl", 4.0, Round(3, 3, 4), Round(3, 0, 1), Round(3, 3, 4))
+    two = answered(1, "two/test.jsonl", 6.0, Round(3, 0, 1))
+    more = answered(2, "two/test.jsonl", 6.0, Round(3, 1, 2), Round(2, 0, 1))
+    head = evaluate(replace(config, compare_plain=False, max_prompts=1, max_new_tokens=2))
+    return {**head, "num_planned_prompts": 3, **summarise([one, two, more], block_size=4)}
+
+
+def test_the_tables_have_the_numbers_of_each_data_set_and_position(two_data_sets: dict[str, Any]) -> None:
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in render(two_data_sets).splitlines()]
+    rows = {cells[0]: cells[1:] for cells in lines if len(cells) > 1}
+    assert rows == {
+        # prompts, acceptance length, over answers, first draft right, tokens/s, plain, speed-up
+        "one/test.jsonl": ["1", "3.00", "3.00", "66.7%", "4.5", "2.2", "2.00"],
+        "two/test.jsonl": ["2", "1.33", "1.25", "33.3%", "1.0", "0.3", "3.00"],
+        # drafted, accepted, if reached, of drafted, rounds of this length
+        "anchor": ["", "", "", "", "3"],
+        "1": ["6", "3", "50.0%", "50.0%", "1"],
+        "2": ["6", "2", "66.7%", "33.3%", "0"],
+        "3": ["5", "2", "100.0%", "40.0%", "2"],
+    }
+
+
+def test_the_picture_has_a_curve_of_each_data_set_and_the_lengths_of_rounds(
+    two_data_sets: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
     from dflash_train.speculate.plots import plot_acceptance
 
-    result = evaluate(replace(config, compare_plain=False))
-    two = {**result, "data_sets": result["data_sets"] * 2}
-    for number, one in enumerate((result, two)):
-        plot_acceptance(one, tmp_path / "new" / f"{number}.png")
-        assert (tmp_path / "new" / f"{number}.png").read_bytes().startswith(b"\x89PNG")
+    figures, savefig = list[Any](), Figure.savefig
+
+    def watched(self: Figure, *arguments: Any, **settings: Any) -> None:
+        figures.append(self)
+        savefig(self, *arguments, **settings)
+
+    monkeypatch.setattr(Figure, "savefig", watched)
+    plot_acceptance(two_data_sets, tmp_path / "new" / "a.png")
+    assert (tmp_path / "new" / "a.png").read_bytes().startswith(b"\x89PNG")
+    accepted, lengths = figures[0].axes
+    curves = {line.get_label(): [round(float(y), 3) for y in line.get_ydata()] for line in accepted.lines}
+    assert curves == {
+        "one/test.jsonl: 3.00": [1.0, 0.667, 0.667, 0.667],
+        "two/test.jsonl: 1.33": [1.0, 0.333, 0.0, 0.0],
+        "all: 2.17": [1.0, 0.5, 0.333, 0.4],
+    }
+    assert all(list(line.get_xdata()) == [0, 1, 2, 3] for line in accepted.lines)
+    bars = [(round(bar.get_x() + bar.get_width() / 2), bar.get_height()) for bar in lengths.patches]
+    assert bars == [(1, 3), (2, 1), (3, 0), (4, 2)]
+    assert [line.get_label() for line in lengths.lines] == ["mean: 2.17"]
+    assert list(lengths.lines[0].get_xdata()) == [two_data_sets["acceptance_length"]] * 2
+    plot_acceptance({**two_data_sets, "data_sets": two_data_sets["data_sets"][:1]}, tmp_path / "one.png")
+    assert [line.get_label() for line in figures[1].axes[0].lines] == ["test.jsonl: 2.17"]
 
 
 def test_the_reference_is_z_labs_package(config: EvaluateConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,6 +731,17 @@ def test_the_reference_is_z_labs_package(config: EvaluateConfig, monkeypatch: py
     result = evaluate(replace(config, reference=True, compare_plain=False))
     assert result["reference"]["same"] is False
     assert "differs from that of z-lab's package on 2 of 2 prompts" in " ".join(render(result).split())
+
+
+def test_a_recurrent_target_is_not_compared_with_the_reference(
+    config: EvaluateConfig, drafter: Drafter, tiny_target: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "check_reference", lambda: None)
+    monkeypatch.setattr(evaluation, "ZlabDrafter", lambda *arguments: object())
+    save_drafter(drafter, config.drafter, num_target_layers=5)
+    config = replace(config, target=replace(config.target, name=str(tiny_target("linear_attention"))))
+    with pytest.raises(InputError, match="--reference cannot be compared on a target with recurrent layers"):
+        evaluate(replace(config, reference=True))
 
 
 def test_a_reference_that_cannot_be_had_is_refused(config: EvaluateConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dflash_train.errors import InputError
-from dflash_train.speculate.prompts import BENCHMARKS, PromptSet, name_prompts, read_prompts, source_label
+from dflash_train.speculate.prompts import BENCHMARKS, PromptSet, name_prompts, read_prompts, source_labels
 from dflash_train.stage1_target.conversations import first_turn_group
 from dflash_train.stage1_target.tokenization import ChatRenderer
 from dflash_train.store.manifest import hash_id
@@ -76,7 +76,21 @@ def test_a_benchmark_is_read_from_the_hub_in_z_labs_words(
     copy = f"{name}={write_lines(tmp_path / 'copy.jsonl', rows)}"
     monkeypatch.undo()
     assert questions(read(copy)) == [ASKED[name]]
-    assert source_label(copy) == name
+    assert source_labels([copy]) == [name]
+
+
+@pytest.mark.parametrize(
+    ("sources", "labels"),
+    [
+        (["runs/data.jsonl", "org/name", "folder/", "gsm8k"], ["data.jsonl", "name", "folder", "gsm8k"]),
+        (["a/x/test.jsonl", "b/x/test.jsonl", "b/y/test.jsonl"], ["a/x/test.jsonl", "b/x/test.jsonl", "y/test.jsonl"]),
+        (["test.jsonl", "a/test.jsonl", "./test.jsonl"], ["test.jsonl", "a/test.jsonl", "./test.jsonl"]),
+        (["gsm8k", "gsm8k=a.jsonl", "gsm8k=b.jsonl"], ["gsm8k", "gsm8k=a.jsonl", "gsm8k=b.jsonl"]),
+        (["a\\test.jsonl", "b\\test.jsonl"], ["a/test.jsonl", "b/test.jsonl"]),
+    ],
+)
+def test_data_sets_of_one_base_name_have_labels_of_their_own(sources: list[str], labels: list[str]) -> None:
+    assert source_labels(sources) == labels
 
 
 def test_a_benchmarks_wording_is_z_labs(monkeypatch: pytest.MonkeyPatch) -> None:

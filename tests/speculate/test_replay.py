@@ -1,5 +1,7 @@
 """Replay of the target's own answers gives the rounds of real speculative decoding."""
 
+import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ from dflash_train.speculate.replay import (
     ReadAnswer,
     Replayer,
     answer_greedily,
+    check_one_rotation,
     draft_everywhere,
     read_answers,
     replay,
@@ -205,6 +208,22 @@ def test_a_batch_that_does_not_fit_is_halved(make_tiny_target: MakeTarget, monke
         answer_greedily(target, prompts, 8)
 
 
+@pytest.mark.parametrize(("kind", "lengths"), [("llama", [[1, 1, 2], [2, 4]]), ("qwen3_next", [[1, 1], [2, 2], [4]])])
+def test_only_prompts_of_one_length_share_a_batch_of_a_recurrent_target(
+    kind: str, lengths: list[list[int]], make_tiny_target: MakeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[list[int]] = []
+
+    def watched(target: Target, prompts: Any, *arguments: Any) -> list[list[int]]:
+        batches.append([len(prompt) for prompt in prompts])
+        return generate_tokens(target, prompts, *arguments)
+
+    monkeypatch.setattr(replaying, "generate_tokens", watched)
+    prompts = [[3, 5], [4], [2, 6, 4, 7], [8, 9], [6]]
+    assert len(answer_greedily(make_tiny_target(kind), prompts, 2, batch_size=3)) == 5
+    assert batches == lengths
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_a_rotation_that_changes_with_the_length_is_refused(
     kind: str, make_tiny_target: MakeTarget, make_tiny_drafter: MakeDrafter, monkeypatch: pytest.MonkeyPatch
@@ -224,3 +243,32 @@ def test_a_rotation_that_changes_with_the_length_is_refused(
         assert result.turns[0].speculative.rounds == real.rounds  # up to the border all is well
     with pytest.raises(InputError, match=f"{kind} rotation changes after 24 positions, .* may have 25"):
         Replayer(target, drafter, Decoding(max_new_tokens=17)).run_all((0, 1), prompts)
+
+
+@pytest.mark.parametrize(
+    ("rope", "most"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, 256),  # from max_position_embeddings on, as in transformers
+        ({"rope_type": "yarn", "original_max_position_embeddings": 24}, None),
+        (
+            {
+                "sliding_attention": {"rope_type": "default"},
+                "full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 24},
+            },
+            24,
+        ),
+        (None, None),
+    ],
+)
+def test_rotations_that_change_are_found_in_every_table(
+    rope: dict[str, Any] | None, most: int | None, make_tiny_target: MakeTarget
+) -> None:
+    config = copy.deepcopy(make_tiny_target("llama").model_config)
+    config.rope_parameters = rope
+    target = dataclasses.replace(make_tiny_target("llama"), model_config=config)
+    if most is None:
+        check_one_rotation(target, 10**6)
+        return
+    check_one_rotation(target, most)
+    with pytest.raises(InputError, match=f"changes after {most} positions"):
+        check_one_rotation(target, most + 1)

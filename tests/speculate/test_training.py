@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,15 @@ from dflash_train.speculate import gap
 from dflash_train.speculate.decode import plain_decode
 from dflash_train.speculate.evaluate import EvaluateConfig, evaluate
 from dflash_train.speculate.gap import Evidence
-from dflash_train.speculate.training import RealAcceptance
+from dflash_train.speculate.training import RealAcceptance, target_config
 from dflash_train.stage1_target.conversations import first_turn_group
 from dflash_train.stage1_target.identity import build_manifest, frozen_target
 from dflash_train.stage1_target.target import load_target
-from dflash_train.stage1_target.target_config import TargetConfig
+from dflash_train.stage1_target.target_config import TargetConfig, load_tokenizer
 from dflash_train.stage2_drafter.checkpoint import best_checkpoint, export_tensors, list_checkpoints, read_groups
 from dflash_train.stage2_drafter.collectives import Rank
 from dflash_train.stage2_drafter.config import TrainConfig
+from dflash_train.stage2_drafter.drafter import Drafter
 from dflash_train.stage2_drafter.preparation import PreparedRun, prepare_run
 from dflash_train.stage2_drafter.rank import run_rank
 from dflash_train.stage2_drafter.report import write_report
@@ -44,24 +45,38 @@ def write_prompts(path: Path, questions: list[str]) -> str:
     return str(path)
 
 
-def write_store(path: Path, target_folder: Path) -> Path:
-    """A store of a target over ten conversations that it answered itself."""
+def write_store(
+    path: Path,
+    target_folder: Path,
+    *,
+    layers: tuple[int, ...] = (1, 2),
+    own_answers: bool = True,
+    modes: Sequence[dict[str, Any]] = ({},),
+) -> Path:
+    """A store of a target over ten conversations that it answered itself, in a segment a mode of thinking.
+
+    layers: those whose states are stored as 1 and 2. Answers that are not its own are random.
+    """
     target = load_target(TargetConfig(name=str(target_folder)), (1, 2), "cpu")
     encoding = make_encoding("bf16", 2, target.hidden_size)
     calibration = Calibration.from_arrays(np.ones(encoding.num_states, np.float32))
     create_store(path, build_manifest(target, encoding, calibration.hash), calibration, frozen_target(target))
-    settings = {"settings": {"chat_template_arguments": {}}, "generation": [{"temperature": 0.0}]}
-    writer = SegmentWriter(path, encoding, settings)
-    for number, question in enumerate(QUESTIONS):
-        message = [{"role": "user", "content": question}]
-        text = target.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        prompt = target.tokenizer(text, add_special_tokens=False)["input_ids"]
-        row = np.array([*prompt, *plain_decode(target, prompt, 24).token_ids], np.int32)
-        states = target.hidden_states(torch.from_numpy(row).long()[None])[0]
-        features, _ = encoding.encode(states, calibration)
-        mask = (np.arange(len(row)) >= len(prompt)).astype(np.uint8)
-        writer.append(number + 1, first_turn_group(message), row, mask, features.numpy().view(np.uint16), None)
-    writer.commit()
+    generation, draw = [{"temperature": 0.0}] if own_answers else [], np.random.default_rng(0)
+    for part, mode in enumerate(modes):
+        writer = SegmentWriter(
+            path, encoding, {"settings": {"chat_template_arguments": mode}, "generation": generation}
+        )
+        for number, question in list(enumerate(QUESTIONS))[part :: len(modes)]:
+            message = [{"role": "user", "content": question}]
+            text = target.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, **mode)
+            prompt = target.tokenizer(text, add_special_tokens=False)["input_ids"]
+            answer = plain_decode(target, prompt, 24).token_ids if own_answers else draw.integers(4, 400, 24)
+            row = np.array([*prompt, *answer], np.int32)
+            states = replace(target, target_layer_ids=layers).hidden_states(torch.from_numpy(row).long()[None])[0]
+            features, _ = encoding.encode(states, calibration)
+            mask = (np.arange(len(row)) >= len(prompt)).astype(np.uint8)
+            writer.append(number + 1, first_turn_group(message), row, mask, features.numpy().view(np.uint16), None)
+        writer.commit()
     return path
 
 
@@ -316,12 +331,240 @@ def test_a_gap_prints_once_what_was_checked(make_config: Callable[..., TrainConf
         "held-out prompts",
     ]
     assert {name for name, status in found.items() if status != "ok"} == {"held-out prompts"}
-    assert measurement._decoder is not None
-    other = replace(run, drafter_config=replace(run.drafter_config, rope_theta=5e5))
-    evidence = Evidence(other, measurement._decoder, [], 0, tensors)
-    assert (gap._rotary(evidence).status, gap._rotary(replace(evidence, run=run)).status) == ("warning", "ok")
     assert any("100% of the answers' tokens are the target's first choice" in line for line in lines)
     assert measurement.measure(run, tensors, torch.device("cpu"), 1.0, lines.append, lambda: True) == {}
+
+
+def gather(config: TrainConfig) -> Evidence:
+    """What a measurement of an untrained drafter knows."""
+    run, measurement = prepare_run(config), RealAcceptance()
+    tensors = drafter_tensors(run)
+    measurement.measure(run, tensors, torch.device("cpu"), None, lambda line: None, lambda: False)
+    assert measurement._decoder is not None
+    return Evidence(run, measurement._decoder, measurement._prompts, measurement._num_trained, tensors)
+
+
+def found_in(evidence: Evidence, estimate: float = 3.9) -> dict[str, tuple[str, str]]:
+    """Status and text of each line but for the held-out prompts, which no random drafter answers as estimated."""
+    checks: dict[str, tuple[str, str]] = {
+        check.name: (check.status, check.text) for check in gap._checks(evidence, estimate)
+    }
+    del checks["held-out prompts"]
+    return checks
+
+
+@pytest.fixture
+def evidence(make_config: Callable[..., TrainConfig]) -> Evidence:
+    return gather(make_config())
+
+
+def red(evidence: Evidence) -> dict[str, tuple[str, str]]:
+    return {name: found for name, found in found_in(evidence).items() if found[0] != "ok"}
+
+
+def test_states_of_another_layer_in_the_store_are_seen(
+    make_config: Callable[..., TrainConfig], tiny_target: Callable[..., Path], tmp_path: Path
+) -> None:
+    shifted = write_store(tmp_path / "shifted.zarr", tiny_target("llama"), layers=(0, 1))
+    [(name, (status, text))] = red(gather(make_config(store=shifted))).items()
+    assert (name, status) == ("stored states", "error")
+    assert re.match(r"layer [12] of a stored sample differs by \d+\.\d% from this target's \(5\.\d% would be", text)
+
+
+def test_answers_that_are_not_the_targets_own_are_seen(
+    make_config: Callable[..., TrainConfig], tiny_target: Callable[..., Path], tmp_path: Path
+) -> None:
+    others = write_store(tmp_path / "others.zarr", tiny_target("llama"), own_answers=False)
+    [(name, (status, text))] = red(gather(make_config(store=others))).items()
+    assert (name, status) == ("own answers", "warning")
+    assert re.match(r"\d% of the answers' tokens are the target's first choice \(not regenerated\)", text)
+
+
+@pytest.mark.parametrize(("first", "share"), [(0, "100%"), (1, "0%")])
+def test_supervised_tokens_alone_count_as_answers(
+    first: int, share: str, evidence: Evidence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of answers in which the target's own choice and a token that it never gives take turns."""
+    read = evidence.run.reader.read
+
+    def mixed(index: int) -> Any:
+        sample = read(index)
+        token_ids, start = sample.token_ids.copy(), int(sample.loss_mask.argmax())
+        for place in range(start, len(token_ids)):
+            own = place % 2 == start % 2
+            before = token_ids[:place].tolist()
+            token_ids[place] = plain_decode(evidence.decoder.target, before, 1).token_ids[0] if own else 7
+        loss_mask = np.zeros_like(sample.loss_mask)
+        loss_mask[start + first :: 2] = 1
+        return replace(sample, token_ids=token_ids, loss_mask=loss_mask)
+
+    monkeypatch.setattr(evidence.run.reader, "read", mixed)
+    assert gap._own_text(evidence).text.startswith(f"{share} of the answers' tokens")
+
+
+def test_modes_of_thinking_that_differ_are_seen_and_prompts_are_asked_in_the_newest(
+    make_config: Callable[..., TrainConfig], tiny_target: Callable[..., Path], tmp_path: Path
+) -> None:
+    thinking, mode = tmp_path / "thinking", {"enable_thinking": True}
+    shutil.copytree(tiny_target("llama"), thinking)
+    template = thinking / "chat_template.jinja"
+    template.write_text(template.read_text() + "{% if enable_thinking %}Think.{% endif %}")
+    mixed = write_store(tmp_path / "mixed.zarr", thinking, modes=({}, mode))
+    evidence = gather(make_config(store=mixed, evaluate_target=str(thinking)))
+    [(name, (status, text))] = red(evidence).items()
+    assert (name, status) == ("chat template and thinking", "warning")
+    assert text == f"segments were extracted with {mode} and with {{}}; the prompts take the first."
+    for prompt in evidence.prompts:
+        assert evidence.decoder.target.tokenizer.decode(prompt.token_ids).endswith("assistant\nThink.")
+
+
+def test_a_mask_token_that_stands_in_samples_or_prompts_is_seen(evidence: Evidence) -> None:
+    config, unused = evidence.run.drafter_config, 399
+    for token, count in ((1, 8), (unused, 1)):  # <|im_start|>, twice in each of two samples and two prompts
+        asked = [*evidence.prompts[0].token_ids, unused]
+        other = replace(
+            evidence,
+            run=replace(evidence.run, drafter_config=replace(config, mask_token_id=token)),
+            prompts=[replace(evidence.prompts[0], token_ids=asked), *evidence.prompts[1:]],
+        )
+        assert red(other)["mask token"] == ("error", f"{token} stands {count} times in text.")
+
+
+def test_another_rotary_base_than_the_targets_is_seen(evidence: Evidence) -> None:
+    other = replace(evidence.run, drafter_config=replace(evidence.run.drafter_config, rope_theta=5e5))
+    assert red(replace(evidence, run=other)) == {
+        "rotary positions": ("warning", "the drafter's base is 500,000, the target's 10,000.")
+    }
+
+
+def test_a_cache_that_changes_the_targets_states_is_seen(evidence: Evidence) -> None:
+    def blur(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * 1.5 if output.shape[1] == evidence.run.drafter_config.block_size else output
+
+    handle = evidence.decoder.target.layers[1].register_forward_hook(blur)
+    try:
+        [(name, (status, text))] = red(evidence).items()
+    finally:
+        handle.remove()
+    assert (name, status) == ("target states", "error")
+    assert "differs by" in text and "between one forward and decoding with the cache" in text
+
+
+def test_a_drafter_that_drafts_otherwise_than_it_trains_is_seen(
+    evidence: Evidence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert red(evidence) == {}
+
+    def see_less(self: Drafter, index: int, context: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+        size, before = block.shape[1], context.shape[1]
+        return torch.ones(size, before + size, dtype=torch.bool).tril(before)
+
+    monkeypatch.setattr(Drafter, "_draft_mask", see_less)
+    [(name, (status, text))] = red(evidence).items()
+    assert (name, status) == ("train/serve parity", "error")
+    assert "the logits of training and of drafting differ by" in text
+
+
+def test_held_out_prompts_that_reach_the_estimate_clear_the_drafter(
+    evidence: Evidence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = evidence.decoder.run_all([0], evidence.prompts)[0].turns[0].speculative.acceptance_lengths
+    assert set(real) == {1}, "an untrained drafter gains the bonus token alone"
+    assert gap._held_out_prompts(evidence, 1.17).status == "ok"
+    asked, answer = list[str](), evidence.decoder.answer
+
+    def watched(prompt: list[int]) -> Any:
+        asked.append(evidence.decoder.target.tokenizer.decode(prompt))
+        return answer(prompt)
+
+    monkeypatch.setattr(evidence.decoder, "answer", watched)
+    below = gap._held_out_prompts(evidence, 1.18)
+    held_out = np.asarray(evidence.run.reader.samples["id"])[evidence.run.held_out()]
+    for text, index in zip(asked, held_out, strict=True):
+        assert text == f"<|im_start|>user\n{QUESTIONS[index - 1]}<|im_end|>\n<|im_start|>assistant\n"
+    assert below.status == "warning" and "estimate's anchors are drawn at random" in below.way_out
+    assert "(1 that were are left out)" in gap._training_data(evidence).text
+
+
+def test_a_check_and_a_measurement_that_are_out_of_memory_do_not_end_the_training(
+    make_config: Callable[..., TrainConfig], evidence: Evidence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **settings: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(gap, "compare_samples", fail)
+    assert red(evidence) == {"stored states": ("warning", "not checked: not enough device memory")}
+    run, lines, measurement = prepare_run(make_config()), list[str](), RealAcceptance()
+    with monkeypatch.context() as short:
+        short.setattr("dflash_train.speculate.answering.speculative_decode", fail)
+        measured = run, drafter_tensors(run), torch.device("cpu"), 3.9, lines.append, lambda: False
+        assert measurement.measure(*measured) == {}
+    assert lines[1:] == ["warning: no real acceptance length this time: not enough device memory beside the training"]
+    assert measurement.measure(*measured)["real_prompts"] == 2
+    monkeypatch.setattr("dflash_train.speculate.training.load_target", fail)
+    with pytest.raises(
+        InputError, match="does not fit beside the training on cpu; lower --row-tokens, or leave it out"
+    ):
+        RealAcceptance().measure(*measured)
+
+
+def test_prompts_are_as_many_as_asked_for_and_are_dropped_once_they_are_trained_on(
+    make_config: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    config = make_config()
+    run = prepare_run(config)
+    ids = np.asarray(run.reader.samples["id"])[run.held_out()]
+    held_out = [QUESTIONS[index - 1] for index in sorted(ids)]
+    prompts = write_prompts(tmp_path / "more.jsonl", ["What is new?", *held_out])
+    config = replace(config, evaluate_prompts=prompts, evaluate_prompts_limit=2)
+    run, lines, measurement = prepare_run(config), list[str](), RealAcceptance()
+    rest = torch.device("cpu"), None, lines.append, lambda: False
+    assert measurement.measure(run, drafter_tensors(run), *rest)["real_prompts"] == 2
+    grown = prepare_run(replace(config, holdout=0.0))  # all is trained on
+    assert measurement.measure(grown, drafter_tensors(grown), *rest)["real_prompts"] == 1
+    assert lines[-1] == f"warning: no longer decoded, for they are trained on now: «{held_out[0]}»"
+    assert measurement._num_trained == 1
+    measurement._prompts = measurement._prompts[1:]
+    assert measurement.measure(grown, drafter_tensors(grown), *rest) == {}
+
+
+def test_first_turns_that_leave_room_for_the_answer_are_measured(
+    make_config: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    path = tmp_path / "turns.jsonl"
+    rows = [{"turns": [f"new question {'a ' * length}", "and more"]} for length in (0, 20, 40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = make_config(evaluate_prompts=str(path))
+    tokenizer = load_tokenizer(TargetConfig(name=str(config.evaluate_target)))
+
+    def lengths(config: TrainConfig) -> list[int]:
+        prompts = RealAcceptance()._read_prompts(prepare_run(config), tokenizer).prompts
+        assert all(len(prompt.turns) == 1 for prompt in prompts)
+        return [len(prompt.token_ids) for prompt in prompts]
+
+    whole = lengths(config)
+    assert len(whole) == 3
+    assert lengths(replace(config, evaluate_new_tokens=256 - whole[1])) == whole[:2]
+
+
+def test_the_drafter_of_this_step_alone_is_measured_with_the_target_of_the_extraction(
+    make_config: Callable[..., TrainConfig], evidence: Evidence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **settings: Any) -> Any:
+        raise AssertionError("decoded without the drafter")
+
+    monkeypatch.setattr("dflash_train.speculate.answering.plain_decode", fail)
+    run, measurement = evidence.run, RealAcceptance()
+    for tensors in (evidence.tensors, {name: tensor * 2 for name, tensor in evidence.tensors.items()}):
+        measurement.measure(run, tensors, torch.device("cpu"), None, lambda line: None, lambda: False)
+        assert measurement._decoder is not None
+        measured = measurement._decoder.drafter.state_dict()
+        assert all(torch.equal(measured[name].bfloat16(), tensor.bfloat16()) for name, tensor in tensors.items())
+    manifest = replace(run.reader.manifest, target_revision="v1", target_dtype="bfloat16")
+    monkeypatch.setattr(run.reader, "manifest", manifest)
+    for name, revision in ((manifest.target_name, "v1"), ("a/copy", None)):
+        named = replace(run, config=replace(run.config, evaluate_target=name))
+        assert target_config(named) == TargetConfig(name=name, revision=revision, dtype="bfloat16")
 
 
 @pytest.mark.parametrize(("real", "explained"), [(2.56, False), (2.54, True)])
