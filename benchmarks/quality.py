@@ -340,6 +340,7 @@ class Benchmark:
             **read,
             "acceptance_length": report["acceptance_length"],
             "acceptance_length_per_prompt": report["acceptance_length_per_prompt"],
+            "acceptance_length_over_anchors": report["acceptance_length_over_anchors"],
             "num_prompts": report["num_prompts"],
             "num_rounds": report["num_rounds"],
             "histogram": report["histogram"],

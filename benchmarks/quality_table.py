@@ -239,7 +239,8 @@ def peer_table(lines: Sequence[Line], peers: Sequence[str]) -> str:
     return _markdown(["", *QUALITY_HEADS, *heads], rows)
 
 
-QUALITY_HEADS = ["training loss", "held-out accuracy, slot 1", "held-out estimate", "τ (seeds)"]
+QUALITY_HEADS = ["training loss", "held-out accuracy, slot 1", "held-out estimate", "over anchors", "τ (seeds)"]
+"""Over anchors: a round at every token of τ's answers, averaged as the estimate is."""
 
 
 def _quality(lines: Sequence[Line]) -> list[str]:
@@ -250,6 +251,7 @@ def _quality(lines: Sequence[Line]) -> list[str]:
         _mean([line["training_loss"] for line in lines], ".3f"),
         _mean([(entry.get("accuracy") or [None])[0] for entry in evaluations], ".1%"),
         _mean([entry.get("acceptance_length") for entry in evaluations], ".3f"),
+        _mean([line.get("acceptance_length_over_anchors") for line in lines], ".3f"),
         f"{mean:.3f}{'' if error is None else f' ± {error:.3f}'} ({len(lengths)})",
     ]
 

@@ -4,7 +4,8 @@ The headline is the pooled acceptance length: tokens produced by verification fo
 forwards, all rounds of all prompts alike. That is what decides the speed-up. z-lab's benchmark instead averages rounds
 within an answer and then over answers, so that a short answer weighs as much as a long one; it is given beside it. The
 first token of an answer comes from reading the prompt and counts in neither. A round cut by a stop token or by the
-length limit counts with what it produced, as in z-lab's code.
+length limit counts with what it produced, as in z-lab's code. A replay knows the length of a round at every token, too:
+over all of these is how training averages its held-out estimate, which weighs text by its length, not by its rounds.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ def acceptance_statistics(results: Sequence[DecodeResult], block_size: int) -> d
     """JSON-able statistics of speculative decoding; lengths are None where no answer had a round."""
     rounds = [round_ for result in results for round_ in result.rounds]
     lengths = Counter(round_.num_produced for round_ in rounds)
+    at_anchors = [length for result in results for length in result.anchor_lengths or ()]
     means = [sum(result.acceptance_lengths) / len(result.rounds) for result in results if result.rounds]
     positions = []
     for position in range(1, block_size):
@@ -42,6 +44,7 @@ def acceptance_statistics(results: Sequence[DecodeResult], block_size: int) -> d
     return {
         "acceptance_length": sum(round_.num_produced for round_ in rounds) / len(rounds) if rounds else None,
         "acceptance_length_per_prompt": sum(means) / len(means) if means else None,
+        "acceptance_length_over_anchors": sum(at_anchors) / len(at_anchors) if at_anchors else None,
         "num_rounds": len(rounds),
         "histogram": [lengths[length] for length in range(1, block_size + 1)],
         "positions": positions,

@@ -55,6 +55,7 @@ class DecodeResult:
 
     token_ids: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)  # empty in plain decoding
+    anchor_lengths: list[int] | None = None  # of a round at each token but the last, begun or not; of a replay alone
     stopped: bool = False  # by a stop token, not by the length limit
     prefill_seconds: float = 0.0  # to the first token
     decode_seconds: float = 0.0  # all tokens after the first

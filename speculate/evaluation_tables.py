@@ -46,6 +46,11 @@ def _summary(result: dict[str, Any]) -> Table:
     summary.add_row(
         "  mean over answers", f"{_number(result['acceptance_length_per_prompt'])}  as z-lab's benchmark averages"
     )
+    if result["acceptance_length_over_anchors"] is not None:
+        summary.add_row(
+            "  mean over anchors",
+            f"{_number(result['acceptance_length_over_anchors'])}  as training averages its estimate",
+        )
     summary.add_row("block size", f"{result['block_size']}  ({result['block_size'] - 1} drafts a round)")
     answers = "" if result["num_answers"] == result["num_prompts"] else f"{result['num_answers']:,} answers, "
     left_out = result["trained_prompts"]["found"] if result["trained_prompts"]["left_out"] else 0

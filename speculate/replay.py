@@ -151,27 +151,39 @@ def replay(
         )
     block_size = drafter.config.block_size if block_size is None else block_size
     drafts = draft_everywhere(target, drafter, answer, max_new_tokens, block_size)
-    rounds = walk(drafts, ids, max_new_tokens, stop_ids, block_size)
-    return DecodeResult(token_ids=ids, rounds=rounds, stopped=ids[-1] in stop_ids)
+    at_anchors = rounds_everywhere(drafts, ids, max_new_tokens, stop_ids, block_size)
+    return DecodeResult(
+        token_ids=ids,
+        rounds=walk(at_anchors),
+        anchor_lengths=[round_.num_produced for round_ in at_anchors],
+        stopped=ids[-1] in stop_ids,
+    )
 
 
-def walk(
+def rounds_everywhere(
     drafts: Sequence[Sequence[int]],
     answer_ids: Sequence[int],
     max_new_tokens: int,
     stop_ids: Collection[int],
     block_size: int,
 ) -> list[Round]:
-    """The rounds of an answer, given the drafts at each of its tokens but the last."""
-    rounds, place = [], 0
-    while place < len(answer_ids) - 1:
+    """The round that would begin at each token of an answer but the last, given the drafts there."""
+    rounds = []
+    for place in range(len(answer_ids) - 1):
         remaining = max_new_tokens - place - 1
         size = num_slots(block_size, remaining)
         choices = [*answer_ids[place + 1 : place + 1 + size]]
         choices += [-1] * (size - len(choices))  # after the answer's end, where nothing is accepted or produced
-        round_, new = accept(drafts[place][: size - 1], choices, remaining, stop_ids)
-        rounds.append(round_)
-        place += len(new)
+        rounds.append(accept(drafts[place][: size - 1], choices, remaining, stop_ids)[0])
+    return rounds
+
+
+def walk(at_anchors: Sequence[Round]) -> list[Round]:
+    """The rounds that decoding takes: from the first token, each begins where the one before it ends."""
+    rounds, place = [], 0
+    while place < len(at_anchors):
+        rounds.append(at_anchors[place])
+        place += at_anchors[place].num_produced
     return rounds
 
 

@@ -140,7 +140,7 @@ def test_all_variants_are_evaluated_alike(tmp_path: Path, monkeypatch: pytest.Mo
         dflash(log, *words)
 
     monkeypatch.setattr(benchmark, "dflash", watched)
-    for variant in {variant.name: variant for plan in quality.PLANS.values() for variant in plan}.values():
+    for variant in {variant.name: variant for plan in quality_plan.PLANS.values() for variant in plan}.values():
         with pytest.raises(quality.Failed, match="no round"):
             benchmark.run(variant, 0)
     assert len(asked) > 15 and all(words == asked[0] for words in asked)
@@ -250,12 +250,13 @@ def test_a_pass_is_within_one_standard_error_and_three_percent(
 
 def test_tables_have_a_row_a_variant_and_tell_settings_apart() -> None:
     lines = [line(name, seed, 2.0 + seed) for name in ("bf16-as-tapped", "bf16", "int8") for seed in range(2)]
-    lines += [line("projected-int8-H", seed, 2.1 + seed) for seed in range(2)]
+    anchors = [{"acceptance_length_over_anchors": 2.2}, {}]  # the second of before it was recorded
+    lines += [line("projected-int8-H", seed, 2.1 + seed, **more) for seed, more in enumerate(anchors)]
     lines += [line(name, 0, 2.0) for name in ("fp8", "dpace", "fraction-0.5", "peer-specforge")]
     lines += [line("int8", 0, 2.0, steps=99)]
     text = quality_table.format_tables(lines)
-    row = "| projected-int8, r = H | 580 (0.10) | 3.000 | 50.0% | 2.600 | 2.600 ± 0.500 (2) | +0.100 ± 0.000 (+4.0%) | yes |"
-    assert row in text
+    row = "| projected-int8, r = H | 580 (0.10) | 3.000 | 50.0% | 2.600 | 2.200 | 2.600 ± 0.500 (2) | +0.100 ± 0.000 (+4.0%)"
+    assert f"{row} | yes |" in text
     assert "| half of the samples | 7 | 1,234 | 8.4 |" in text
     for title in ("### FP8", "### Loss", "### Training data", "### Against SpecForge", "99 steps"):
         assert text.count(title) == 1

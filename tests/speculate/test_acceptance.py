@@ -12,6 +12,7 @@ def test_statistics_of_known_rounds() -> None:
     found = acceptance_statistics([long, short, empty], block_size=4)
     assert found["acceptance_length"] == 8 / 4
     assert found["acceptance_length_per_prompt"] == (7 / 3 + 1) / 2
+    assert found["acceptance_length_over_anchors"] is None, "decoding has none"
     assert found["num_rounds"] == 4
     assert found["histogram"] == [2, 1, 0, 1]
     keys = ("position", "num_drafted", "num_reached", "num_accepted", "conditional", "cumulative")
@@ -22,6 +23,11 @@ def test_statistics_of_known_rounds() -> None:
     ]
     speed = speed_statistics([long, short, empty])
     assert (speed["num_tokens"], speed["num_stopped"], speed["tokens_per_second"]) == (11, 2, 8 / 2.5)
+
+
+def test_anchors_of_all_answers_count_alike() -> None:
+    replayed = [DecodeResult(rounds=[Round(3, 3, 4)], anchor_lengths=lengths) for lengths in ([4, 1, 1, 1], [], [3])]
+    assert acceptance_statistics(replayed, block_size=4)["acceptance_length_over_anchors"] == 10 / 5
 
 
 def test_no_round_at_all() -> None:

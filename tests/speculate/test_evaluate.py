@@ -144,12 +144,15 @@ def test_a_replay_has_the_rounds_of_decoding_and_no_speeds(config: EvaluateConfi
     speeds = {"prefill_seconds": None, "decode_seconds": None, "tokens_per_second": None}
     assert result["speculative"] == {**decoded["speculative"], **speeds}
     other = {"plain", "speedup", "num_equal", "differences", "lossless", "method", "batch_size", "speculative"}
+    other |= {"acceptance_length_over_anchors"}
     assert result.keys() == decoded.keys()
     for key in result.keys() - other - {"data_sets"}:
         assert result[key] == decoded[key], key
     assert [entry["histogram"] for entry in result["data_sets"]] == [x["histogram"] for x in decoded["data_sets"]]
     text = render(result)
     assert "replay of the target's own greedy answers" in text
+    anchors = result["acceptance_length_over_anchors"]
+    assert anchors >= 1 and f"mean over anchors  {anchors:.2f}" in text
     assert "plain decoding " not in text
 
 

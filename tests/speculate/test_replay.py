@@ -23,6 +23,7 @@ from dflash_train.speculate.replay import (
     draft_everywhere,
     read_answers,
     replay,
+    rounds_everywhere,
     walk,
 )
 from dflash_train.stage1_target.generator import generate_tokens
@@ -160,12 +161,25 @@ def test_answers_read_in_groups_have_the_same_features(
 
 def test_the_walk_ends_as_decoding_does() -> None:
     right = [[5, 6, 7], [6, 7, 8], [7, 8, 9], [8, 9, 0]]
-    assert walk(right, [4, 5, 6, 7, 8], 5, (), 4) == [Round(3, 3, 4)]
-    assert walk(right, [4, 5, 6], 3, (), 4) == [Round(2, 2, 2)]  # cut by the limit
-    assert walk(right, [4, 5, 6], 9, (6,), 4) == [Round(2, 2, 2)]  # by the stop token
-    assert walk(right, [4, 5, 1, 7, 8], 5, (), 4) == [Round(3, 1, 2), Round(2, 2, 2)]
-    assert walk(right, [4, 5], 2, (), 4) == [Round(0, 0, 1)]
-    assert walk(right, [4], 9, (4,), 4) == []
+
+    def walked(answer: list[int], limit: int, stop_ids: tuple[int, ...] = ()) -> list[Round]:
+        return walk(rounds_everywhere(right, answer, limit, stop_ids, 4))
+
+    assert walked([4, 5, 6, 7, 8], 5) == [Round(3, 3, 4)]
+    assert walked([4, 5, 6], 3) == [Round(2, 2, 2)]  # cut by the limit
+    assert walked([4, 5, 6], 9, (6,)) == [Round(2, 2, 2)]  # by the stop token
+    assert walked([4, 5, 1, 7, 8], 5) == [Round(3, 1, 2), Round(2, 2, 2)]
+    assert walked([4, 5], 2) == [Round(0, 0, 1)]
+    assert walked([4], 9, (4,)) == []
+
+
+def test_random_anchors_weigh_text_by_its_length_and_rounds_by_how_often_drafts_fail() -> None:
+    """Four tokens drafted wrong and then eight right: half of the anchors, but a fifth of the rounds."""
+    answer, right = list(range(13)), [list(range(place + 1, place + 4)) for place in range(12)]
+    drafts = [[-1] * 3 if place < 4 else right[place] for place in range(12)]
+    at_anchors = rounds_everywhere(drafts, answer, 100, (12,), 4)
+    assert [round_.num_produced for round_ in at_anchors] == [1] * 4 + [4] * 5 + [3, 2, 1]
+    assert [round_.num_produced for round_ in walk(at_anchors)] == [1] * 4 + [4, 4]
 
 
 def test_features_of_other_layers_are_refused(make_tiny_target: MakeTarget, make_tiny_drafter: MakeDrafter) -> None:
