@@ -105,6 +105,22 @@ def make_tiny_target() -> Callable[[str], Target]:
 
 
 @pytest.fixture
+def forgetful_target() -> Iterator[Target]:
+    """One whose recurrent layers lose their state when several tokens are read at once."""
+    target = tiny_target("qwen3_next")
+
+    def lose_state(module: Any, arguments: Any, keywords: dict[str, Any]) -> None:
+        cache = next(value for value in keywords.values() if hasattr(value, "layers"))
+        for layer in cache.layers:
+            if type(layer).__name__ == "LinearAttentionLayer":
+                layer.reset()
+
+    handle = target.model.register_forward_pre_hook(lose_state, with_kwargs=True)
+    yield target
+    handle.remove()
+
+
+@pytest.fixture
 def make_tiny_drafter() -> Callable[..., Drafter]:
     """A random drafter for a tiny target; keywords override its config."""
 
