@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from dflash_train.errors import InputError
 from dflash_train.stage1_target.answering import Run
-from dflash_train.stage1_target.chat_server import BadRequest, ChatServer, Refused
+from dflash_train.stage1_target.chat_server import UNFINISHED, WHOLE, BadRequest, ChatServer, Refused
 from dflash_train.stage1_target.conversations import Message
 from dflash_train.stage1_target.dialogue import Dialogue, Exchange, Outcome
 from dflash_train.stage1_target.events import Note
@@ -148,10 +148,13 @@ def _converse(
             exchange.end(str(error), failed=True)
             break
         num_tokens = int(choice["usage"].get("completion_tokens") or 0)
-        if choice["finish_reason"] == "content_filter":
+        reason = choice["finish_reason"]
+        if reason == "content_filter":
             exchange.drop("the server's content filter stopped an answer", num_tokens)
+        elif reason in WHOLE or reason in UNFINISHED:
+            exchange.answer(_message(choice["message"]), num_tokens, reason in WHOLE)
         else:
-            exchange.answer(_message(choice["message"]), num_tokens, choice["finish_reason"] != "length")
+            exchange.drop(f"the server ended an answer as {str(reason)[:40]!r}, which may not be whole", num_tokens)
     return exchange.outcome()
 
 

@@ -21,6 +21,9 @@ RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 FATAL = (401, 403, 404, 405)
 BAD = (400, 413, 422)
 ABORTED = (None, "abort", "error", "cancelled")
+WHOLE = ("stop", "tool_calls", "eos", "eos_token", "end_turn", "stop_sequence")
+"""Values of finish_reason: the first two are OpenAI's, the others say the same in other servers."""
+UNFINISHED = ("length", "max_tokens")
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
 
 

@@ -129,6 +129,7 @@ class Handler(BaseHTTPRequestHandler):
             if "call" in question:
                 message |= {"content": None, "tool_calls": [CALL]}
             reason = "length" if "endless" in question else "content_filter" if "filtered" in question else "stop"
+            reason = words[1] if words[0] == "ends" else reason
             usage = {"completion_tokens": 7}
             body = {"choices": [{"message": message, "finish_reason": reason}], "usage": usage}
             self.reply(200, json.dumps(body).encode())

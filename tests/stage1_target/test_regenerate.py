@@ -829,6 +829,24 @@ def test_what_a_content_filter_stopped_is_left_out_with_the_turns_after_it(
     assert f"left out: {reason} (1 time)" in result.lines()
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_answer_is_whole_only_where_the_server_says_that_it_ended_of_itself(
+    keep: bool, by_server: RegenerateConfig, start_server: Callable[..., str], tmp_path: Path
+) -> None:
+    whole = ["stop", "tool_calls", "eos", "eos_token", "end_turn", "stop_sequence"]
+    unfinished, unknown = ["length", "max_tokens"], ["function_call", "STOP?"]
+    rows = [{"prompt": f"ends {reason}"} for reason in (*whole, *unfinished, *unknown)]
+    source = write_rows(tmp_path / "ends.jsonl", rows)
+    config = replace(by_server, source=str(source), server=start_server(), keep_unfinished=keep)
+    result = regenerate(config)
+    wanted = {f"the server ended an answer as '{reason}', which may not be whole": 1 for reason in unknown}
+    if not keep:
+        wanted["an answer had not ended at the limit of new tokens"] = 2
+    assert (result.failures, result.left_out, result.num_cut) == ([], wanted, 2 if keep else 0)
+    kept = {row["messages"][0]["content"].removeprefix("ends "): "cut" in row for row in read_rows(config.output)}
+    assert kept == dict.fromkeys(whole, False) | (dict.fromkeys(unfinished, True) if keep else {})
+
+
 def test_what_fails_is_named_and_asked_again_by_the_next_run(
     by_server: RegenerateConfig, start_server: Callable[..., str], tmp_path: Path
 ) -> None:
