@@ -20,6 +20,7 @@ from dflash_train.stage1_target.conversations import (
     Conversation,
     Message,
     RowError,
+    message_text,
     parse_conversation,
     peek_columns,
     prompt_format,
@@ -29,6 +30,7 @@ from dflash_train.store.manifest import hash_json
 from dflash_train.units import format_count
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
+EMPTY_QUESTION = "a question is empty"
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,10 @@ class Dialogue:
     """The messages before each answer."""
     tools: list[dict[str, Any]] | None = None
     """Tools offered."""
+
+    def asks(self, turn: int) -> bool:
+        """Whether the user says anything in a turn, white space apart."""
+        return any(one["role"] == "user" and message_text(one).strip() for one in self.turns[turn])
 
     def seed(self, seed: int, turn: int) -> int:
         """The seed of one answer, 63 bits: a function of the run's seed, the conversation and the turn alone."""
@@ -93,7 +99,8 @@ class Exchange:
         return [*self._history, *self.dialogue.turns[self.num_answers]]
 
     def answer(self, message: Message, num_tokens: int, finished: bool, changed: bool = False) -> None:
-        """Take the target's answer; an unfinished one ends the conversation, as do an empty one and a tool call."""
+        """Take the target's answer; an unfinished one ends the conversation, as do an empty one and a tool call, and an
+        empty question after it."""
         self.num_tokens += num_tokens
         unfinished = None if finished else "an answer had not ended at the limit of new tokens"
         if unfinished and not self._keep_unfinished:
@@ -108,6 +115,8 @@ class Exchange:
             called = "the target called a tool, whose result is not known" if message.get("tool_calls") else None
             if unfinished or (called and more):
                 self.end(unfinished or called)
+            elif more and not self.dialogue.asks(self.num_answers):
+                self.end(EMPTY_QUESTION)
             self.done = self.done or not more
 
     def drop(self, reason: str, num_tokens: int) -> None:
@@ -167,6 +176,8 @@ class DialogueReader:
             self.num_rows += 1
             try:
                 dialogue = make_dialogue(name, row)
+                if not dialogue.asks(0):
+                    raise RowError(EMPTY_QUESTION)
             except RowError as error:
                 self.unusable[str(error)] += 1
                 continue

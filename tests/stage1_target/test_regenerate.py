@@ -146,6 +146,21 @@ def test_an_unfinished_or_empty_answer_or_a_tool_call_ends_a_conversation() -> N
     assert after((call, True)) == (2, "the target called a tool, whose result is not known")
 
 
+def test_empty_questions_are_not_asked_nor_the_turns_after_them(tmp_path: Path) -> None:
+    rows: list[Any] = [{"messages": [{"role": "user"}]}, {"messages": [user(" \n\t ")]}, {"messages": [user("")]}]
+    rows += [{"messages": [user("a"), assistant("A"), user("   "), assistant("B"), user("c")]}]
+    reader = DialogueReader(open_source(str(write_rows(tmp_path / "rows.jsonl", rows))))
+    [dialogue] = reader.read()
+    assert reader.unusable == {"a question is empty": 3}
+    exchange = Exchange(dialogue, False)
+    exchange.answer(assistant("A"), 5, True)
+    assert exchange.done and exchange.outcome().messages == [user("a"), assistant("A")]
+    assert (exchange.outcome().reason, exchange.outcome().failed) == ("a question is empty", False)
+    assert make_dialogue("messages", {"messages": [user(" "), user("a")]}).asks(0)
+    with pytest.raises(InputError, match=r"commonest reason \(1 time\): a question is empty\."):
+        list(DialogueReader(open_source(str(write_rows(tmp_path / "empty.jsonl", [{"prompt": ""}])))).read())
+
+
 def test_the_seed_of_an_answer_is_of_run_conversation_and_turn_alone() -> None:
     first, other = (make_dialogue("turns", {"turns": [text, "and"]}) for text in ("x", "y"))
     seeds = [one.seed(run, turn) for one in (first, other) for run in (0, 1) for turn in (0, 1)]
