@@ -105,7 +105,7 @@ class Exchange:
         unfinished = None if finished else "an answer had not ended at the limit of new tokens"
         if unfinished and not self._keep_unfinished:
             self.end(unfinished)
-        elif not any(message.get(name) for name in ("content", "tool_calls", *REASONING)):
+        elif not any(str(message.get(name) or "").strip() for name in ("content", "tool_calls", *REASONING)):
             self.end("an answer is empty")
         else:
             self._history = [*self.asked, message]

@@ -141,7 +141,8 @@ def test_an_unfinished_or_empty_answer_or_a_tool_call_ends_a_conversation() -> N
     assert after(good, good, good) == (6, "None")
     assert after(good, (assistant("B"), False)) == (2, "an answer had not ended at the limit of new tokens")
     assert after(good, (assistant("B"), False), keep=True)[0] == 4
-    assert after((assistant(""), True)) == (0, "an answer is empty")
+    assert after((assistant(""), True)) == after((assistant(" \n\n"), True)) == (0, "an answer is empty")
+    assert after(good, (assistant("\t") | {"reasoning_content": " "}, True)) == (2, "an answer is empty")
     call = {**assistant(""), "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     assert after((call, True)) == (2, "the target called a tool, whose result is not known")
 
