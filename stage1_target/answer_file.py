@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_train.errors import InputError
-from dflash_train.stage1_target.dialogue import Outcome
+from dflash_train.stage1_target.dialogue import UNFINISHED_END, Outcome
 from dflash_train.stage1_target.generation import GenerationSettings, read_settings, settings_path, write_settings
 from dflash_train.store.files import write_error
 
@@ -29,8 +29,8 @@ class AnswerFile:
         self.path = path
         self.done: set[str] = set()
         """Keys of all conversations that are answered or left out."""
-        self.num_answered = self.num_cut = 0
-        """Conversations in the file; of these, those that lack turns."""
+        self.num_answered = self.num_cut = self.num_unfinished = 0
+        """Conversations in the file; of these, those that lack turns, and those that only end with an unfinished answer."""
         self.left_out: Counter[str] = Counter()
         """Why conversations are not in it."""
         self._settings = settings
@@ -46,9 +46,9 @@ class AnswerFile:
                 f"{path} was made with other settings ({'; '.join(differences)}); give the same, or another --output."
             )
         for row in self._answers.read():
-            self._count(str(row["id"]), "cut" in row, None)
+            self._count(str(row["id"]), row.get("cut"), None)
         for row in self._left_out.read():
-            self._count(str(row["id"]), False, str(row["reason"]))
+            self._count(str(row["id"]), None, str(row["reason"]))
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
         """Make outcomes durable; those that failed are not recorded. Raises StoreError if the disk refuses."""
@@ -62,18 +62,19 @@ class AnswerFile:
         self._answers.append(outcome.row() for outcome in kept if outcome.messages)
         self._left_out.append({"id": outcome.key, "reason": outcome.reason} for outcome in kept if not outcome.messages)
         for outcome in kept:
-            self._count(outcome.key, outcome.reason is not None, None if outcome.messages else str(outcome.reason))
+            self._count(outcome.key, outcome.reason, None if outcome.messages else str(outcome.reason))
 
     def close(self) -> None:
         """Let others write."""
         self._answers.close()
         self._left_out.close()
 
-    def _count(self, key: str, cut: bool, left_out: str | None) -> None:
+    def _count(self, key: str, cut: str | None, left_out: str | None) -> None:
         self.done.add(key)
         if left_out is None:
             self.num_answered += 1
-            self.num_cut += cut
+            self.num_cut += cut not in (None, UNFINISHED_END)
+            self.num_unfinished += cut == UNFINISHED_END
         else:
             self.left_out[left_out] += 1
 

@@ -31,6 +31,8 @@ from dflash_train.units import format_count
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 EMPTY_QUESTION = "a question is empty"
+UNFINISHED_END = "the last answer had not ended at the limit of new tokens"
+"""The reason of an Outcome that lacks no turn, but ends with an unfinished answer, which was to be kept."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Outcome:
     num_changed: int = 0
     """Answers that the chat template does not render as they were written."""
     reason: str | None = None
-    """Why turns, or all of it, are missing."""
+    """Why turns, or all of it, are missing, or UNFINISHED_END."""
     failed: bool = False
     """Whether that may be otherwise next time (a server that does not answer), so that it is not recorded as done."""
     refused: bool = False
@@ -113,7 +115,9 @@ class Exchange:
             self.num_changed += changed
             more = self.num_answers < len(self.dialogue.turns)
             called = "the target called a tool, whose result is not known" if message.get("tool_calls") else None
-            if unfinished or (called and more):
+            if unfinished and not more:
+                self.end(UNFINISHED_END)
+            elif unfinished or (called and more):
                 self.end(unfinished or called)
             elif more and not self.dialogue.asks(self.num_answers):
                 self.end(EMPTY_QUESTION)

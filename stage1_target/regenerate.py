@@ -47,6 +47,8 @@ class RegenerateResult:
     """Conversations in the output."""
     num_cut: int
     """Of these, those that lack their last turns."""
+    num_unfinished: int
+    """Of these, those that lack no turn, but end with an unfinished answer."""
     num_duplicates: int
     left_out: Counter[str]
     """Why conversations are not in the output, and rows of the data that ask nothing."""
@@ -71,6 +73,10 @@ class RegenerateResult:
         lines = [f"left out: {reason} ({format_count(count, 'time')})" for reason, count in self.left_out.most_common()]
         if self.num_cut:
             lines.append(f"{self.num_cut:,} conversations lack their last turns (field `cut` says why)")
+        if self.num_unfinished:
+            lines.append(
+                f"{format_count(self.num_unfinished, 'conversation')} kept with an unfinished last answer (field `cut` says so)"
+            )
         if self.num_duplicates:
             lines.append(f"{self.num_duplicates:,} rows ask what an earlier row asks, and were answered once")
         if self.num_changed:
@@ -131,6 +137,7 @@ def regenerate(config: RegenerateConfig, report: Report | None = None) -> Regene
         output=config.output,
         num_conversations=answers.num_answered,
         num_cut=answers.num_cut,
+        num_unfinished=answers.num_unfinished,
         num_duplicates=reader.num_duplicates,
         left_out=by_kind(answers.left_out + reader.unusable),
         num_new=run.num_new,

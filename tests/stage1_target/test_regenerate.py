@@ -140,7 +140,9 @@ def test_an_unfinished_or_empty_answer_or_a_tool_call_ends_a_conversation() -> N
     good = (assistant("A"), True)
     assert after(good, good, good) == (6, "None")
     assert after(good, (assistant("B"), False)) == (2, "an answer had not ended at the limit of new tokens")
-    assert after(good, (assistant("B"), False), keep=True)[0] == 4
+    assert after(good, (assistant("B"), False), keep=True) == (4, "an answer had not ended at the limit of new tokens")
+    last = (6, "the last answer had not ended at the limit of new tokens")
+    assert after(good, good, (assistant("C"), False), keep=True) == last
     assert after((assistant(""), True)) == after((assistant(" \n\n"), True)) == (0, "an answer is empty")
     assert after(good, (assistant("\t") | {"reasoning_content": " "}, True)) == (2, "an answer is empty")
     call = {**assistant(""), "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
@@ -858,9 +860,20 @@ def test_an_answer_is_whole_only_where_the_server_says_that_it_ended_of_itself(
     wanted = {f"the server ended an answer as '{reason}', which may not be whole": 1 for reason in unknown}
     if not keep:
         wanted["an answer had not ended at the limit of new tokens"] = 2
-    assert (result.failures, result.left_out, result.num_cut) == ([], wanted, 2 if keep else 0)
+    assert (result.failures, result.left_out, result.num_unfinished) == ([], wanted, 2 if keep else 0)
     kept = {row["messages"][0]["content"].removeprefix("ends "): "cut" in row for row in read_rows(config.output)}
     assert kept == dict.fromkeys(whole, False) | (dict.fromkeys(unfinished, True) if keep else {})
+
+
+def test_what_ends_with_a_kept_unfinished_answer_is_told_from_what_lacks_turns(
+    by_server: RegenerateConfig, start_server: Callable[..., str], tmp_path: Path
+) -> None:
+    rows = [{"turns": turns} for turns in (["endless"], ["fine", "endless 2"], ["endless 3", "never asked"], ["fine"])]
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    config = replace(by_server, source=str(source), server=start_server(), keep_unfinished=True)
+    for result in (regenerate(config), regenerate(config)):
+        assert (result.num_conversations, result.num_cut, result.num_unfinished) == (4, 1, 2)
+        assert "2 conversations kept with an unfinished last answer (field `cut` says so)" in result.lines()
 
 
 def test_what_fails_is_named_and_asked_again_by_the_next_run(
