@@ -22,6 +22,7 @@ from dflash_train.stage1_target.conversations import Message
 from dflash_train.stage1_target.dialogue import Dialogue, Exchange, Outcome
 from dflash_train.stage1_target.events import Note
 from dflash_train.stage1_target.regenerate_config import RegenerateConfig
+from dflash_train.units import format_count
 
 FAILURES_IN_A_ROW = 16
 """At least this many conversations, and as many as are in flight, before a server counts as dead, or all settings as wrong."""
@@ -52,7 +53,9 @@ def ask_server(
     threads = [threading.Thread(target=work, daemon=True) for _ in range(run.config.requests)]
     for thread in threads:
         thread.start()
-    run.report(Note(f"asking {server.url} for answers of {model}, {run.config.requests:,} requests at a time"))
+    run.report(
+        Note(f"asking {server.url} for answers of {model}, {format_count(run.config.requests, 'request')} at a time")
+    )
     in_flight = in_a_row = 0
     answered_any = False
     refused: list[Outcome] = []  # before any was answered

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from dflash_train.errors import InputError
+from dflash_train.units import format_count
 
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 FATAL = (401, 403, 404, 405)
@@ -80,9 +81,9 @@ class ChatServer:
                 f"The server {self.url} does not answer: {error}. Start it, or give its address as --server."
             ) from error
         except (Refused, LookupError, TypeError) as error:
+            reason = error if isinstance(error, Refused) else "its answer is no list of models"
             raise InputError(
-                f"The server {self.url} does not list its models ({type(error).__name__}: {error}); name the model with "
-                f"--server-model."
+                f"The server {self.url} does not list its models ({reason}); name the model with --server-model."
             ) from error
 
     def complete(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -92,7 +93,7 @@ class ChatServer:
                 return _choice(self._once("POST", "/chat/completions", request))
             except _Passing as error:
                 if count == self._retries or self._stop.is_set():
-                    raise Refused(f"the server failed {count + 1} times, at last: {error}") from error
+                    raise Refused(f"the server failed {format_count(count + 1, 'time')}, at last: {error}") from error
                 wait = error.wait
                 if wait is None:
                     wait = min(FIRST_WAIT * 2**count, LONGEST_WAIT) * random.uniform(0.5, 1.0)
@@ -112,7 +113,7 @@ class ChatServer:
         except TimeoutError as error:
             raise _Passing(f"no answer within {self._timeout:g} s") from error
         except (OSError, http.client.HTTPException) as error:
-            raise _Passing(f"{type(error).__name__}: {str(error) or 'no reason given'}") from error
+            raise _Passing(_why_dropped(error)) from error
         finally:
             connection.close()
         if response.status == 200:
@@ -135,12 +136,20 @@ def _choice(response: Any) -> dict[str, Any]:
     try:
         choice = response["choices"][0]
         if not isinstance(choice["message"], dict):
-            raise TypeError("message is no object")
+            raise TypeError
         if choice.get("finish_reason") in ABORTED:
             raise _Passing(f"it gave up the answer (finish_reason {choice.get('finish_reason')})")
     except (LookupError, TypeError) as error:
-        raise _Passing(f"its answer holds no choice ({type(error).__name__}: {error})") from error
+        raise _Passing("its answer holds no choice with a message") from error
     return {**choice, "usage": response.get("usage") or {}}
+
+
+def _why_dropped(error: OSError | http.client.HTTPException) -> str:
+    if isinstance(error, http.client.IncompleteRead):
+        return "the connection ended within an answer"
+    if isinstance(error, OSError):
+        return error.strerror or str(error) or "the connection failed"
+    return "its answer is no HTTP"
 
 
 def _retry_after(value: str | None) -> float | None:

@@ -72,20 +72,22 @@ class RegenerateResult:
         """The end for the user: what is left out and why first, the sum last."""
         lines = [f"left out: {reason} ({format_count(count, 'time')})" for reason, count in self.left_out.most_common()]
         if self.num_cut:
-            lines.append(f"{self.num_cut:,} conversations lack their last turns (field `cut` says why)")
+            lines.append(
+                f"{format_count(self.num_cut, 'conversation')} kept without the last turns (field `cut` says why)"
+            )
         if self.num_unfinished:
             lines.append(
                 f"{format_count(self.num_unfinished, 'conversation')} kept with an unfinished last answer (field `cut` says so)"
             )
         if self.num_duplicates:
-            lines.append(f"{self.num_duplicates:,} rows ask what an earlier row asks, and were answered once")
+            lines.append(f"{format_count(self.num_duplicates, 'row')} not answered again: an earlier row asks the same")
         if self.num_changed:
             lines.append(
-                f"{self.num_changed:,} answers are not rendered by the chat template as they were written; extract may set "
-                f"them aside"
+                f"{format_count(self.num_changed, 'answer')} not rendered by the chat template as written; extract may set "
+                f"such aside"
             )
         if self.num_retries:
-            lines.append(f"{self.num_retries:,} requests were repeated")
+            lines.append(f"{format_count(self.num_retries, 'request')} repeated")
         more = "" if self.outcome == "finished" else "; run again to go on"
         return [*lines, f"{self.output} holds {format_count(self.num_conversations, 'conversation')}{more}"]
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -43,7 +44,7 @@ from dflash_train.stage1_target.generator import (
     as_message,
     run_generator,
 )
-from dflash_train.stage1_target.regenerate import RegenerateConfig, make_settings, regenerate
+from dflash_train.stage1_target.regenerate import RegenerateConfig, RegenerateResult, make_settings, regenerate
 from dflash_train.stage1_target.samples import DataConfig, prepare_samples
 from dflash_train.stage1_target.sources import open_source
 from dflash_train.stage1_target.target import Target, load_target, make_target
@@ -623,7 +624,7 @@ def test_a_flaky_server_loses_no_answer(
 ) -> None:
     result = regenerate(replace(by_server, server=start_server(0.005)))
     assert result.failures == [] and result.outcome == "finished"
-    assert result.num_retries > 10 and "requests were repeated" in "\n".join(result.lines())
+    assert result.num_retries > 10 and f"{result.num_retries} requests repeated" in result.lines()
     rows = read_rows(by_server.output)
     answers = {row["messages"][0]["content"]: row["messages"][1] for row in rows}
     assert len(rows) == len(answers) == 61
@@ -769,6 +770,61 @@ def test_statuses_that_pass_are_tried_again_and_others_are_not(
     assert server.num_retries == len(passing)
     with pytest.raises(Refused, match="the server failed 2 times, at last: HTTP 503$"):
         ask(server, "status 503 always")
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (b'{"choices": []}', "its answer holds no choice with a message"),
+        (b'{"choices": [{"message": "text"}]}', "its answer holds no choice with a message"),
+        (b"[]", "its answer holds no choice with a message"),
+        (b"<html>", "its answer is no JSON"),
+        (None, "the connection ended within an answer"),
+        (b"", "Remote end closed connection without response"),
+        (b"SSH", "its answer is no HTTP"),
+    ],
+)
+def test_what_a_server_sends_instead_of_an_answer_is_named_in_words(sent: bytes | None, reason: str) -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
+    reply = head % 99 + b"{" if sent is None else sent if sent in (b"", b"SSH") else head % len(sent) + sent
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            for _ in range(2):
+                connection, _address = listening.accept()
+                with connection:
+                    connection.sendall(reply)
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(1 << 16):  # closed with the request unread, it would be reset
+                        pass
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        server = ChatServer(f"127.0.0.1:{listening.getsockname()[1]}", None, 5.0, 0)
+        with pytest.raises(Refused, match=f"^the server failed 1 time, at last: {reason}$"):
+            ask(server, "a")
+        listed = "its answer is no list of models" if "choice" in reason else reason
+        with pytest.raises(InputError, match=rf"models \({listed}\); name|does not answer: {listed}\. Start"):
+            server.models()
+        thread.join()
+
+
+def test_the_end_says_one_and_many(config: RegenerateConfig) -> None:
+    counts: dict[str, Any] = dict.fromkeys(
+        ("num_cut", "num_unfinished", "num_duplicates", "num_changed", "num_retries"), 1
+    )
+    one = RegenerateResult(
+        outcome="finished", output=config.output, num_conversations=1, left_out=Counter(a=1), **counts
+    ).lines()
+    assert one == [
+        "left out: a (1 time)",
+        "1 conversation kept without the last turns (field `cut` says why)",
+        "1 conversation kept with an unfinished last answer (field `cut` says so)",
+        "1 row not answered again: an earlier row asks the same",
+        "1 answer not rendered by the chat template as written; extract may set such aside",
+        "1 request repeated",
+        f"{config.output} holds 1 conversation",
+    ]
 
 
 def test_waits_double_unless_the_server_says_how_long(start_server: Callable[..., str]) -> None:
@@ -942,7 +998,7 @@ def test_a_server_that_dies_ends_the_run_early_and_the_next_goes_on(
     assert result.exit_status == 1 and result.num_conversations == 0 and not config.output.exists()
     assert any("conversations failed one after another" in failure for failure in result.failures)
     assert sum("failed: the server failed 2 times" in failure for failure in result.failures) == 1
-    with pytest.raises(InputError, match=r"The server 127.0.0.1:9 does not answer: ConnectionRefusedError"):
+    with pytest.raises(InputError, match=r"The server 127.0.0.1:9 does not answer: Connection refused"):
         regenerate(replace(config, server_model=None))
     again = replace(config, server=start_server(), retries=6)
     assert regenerate(again).num_conversations == 61
