@@ -48,12 +48,21 @@ class GenerationSettings:
     """Versions; not compared."""
 
     def differences(self, other: GenerationSettings) -> list[str]:
-        """«field: found A, wanted B», where this is what was found."""
+        """«field: found A, wanted B», where this is what was found; who answered in words, server or process."""
         names = [one.name for one in fields(self) if one.name not in NOT_COMPARED]
         if self.chat_template_hash is None or other.chat_template_hash is None:  # not known
             names.remove("chat_template_hash")
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
-        return [f"{name}: found {found!r}, wanted {wanted!r}" for name, found, wanted in pairs if found != wanted]
+        ways = []
+        if (self.server_model is None) != (other.server_model is None):
+            pairs = [pair for pair in pairs if pair[0] != "server_model"]
+            ways = [f"found answers {self._way()}, wanted answers {other._way()}"]
+        return ways + [
+            f"{name}: found {found!r}, wanted {wanted!r}" for name, found, wanted in pairs if found != wanted
+        ]
+
+    def _way(self) -> str:
+        return "in process" if self.server_model is None else f"of --server (model {self.server_model!r})"
 
 
 def settings_path(output: Path) -> Path:

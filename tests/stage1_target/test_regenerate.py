@@ -1095,6 +1095,19 @@ def test_sums_and_speed_are_of_this_run_and_tell_left_out_from_failed(
 # The file
 
 
+def test_a_file_of_a_server_is_not_filled_up_in_process_nor_the_reverse(config: RegenerateConfig) -> None:
+    here, served, other = (make_settings(config, model) for model in (None, "my-model", "other"))
+    of_server, in_process = "answers of --server (model 'my-model')", "answers in process"
+    assert served.differences(here) == [f"found {of_server}, wanted {in_process}"]
+    assert here.differences(served) == [f"found {in_process}, wanted {of_server}"]
+    assert served.differences(other) == ["server_model: found 'my-model', wanted 'other'"]
+    assert here.differences(replace(served, seed=1)) == [
+        f"found {in_process}, wanted {of_server}",
+        "seed: found 0, wanted 1",
+    ]
+    assert here.differences(here) == served.differences(served) == []
+
+
 def test_a_file_is_refused_where_it_is_not_ours_or_in_use(config: RegenerateConfig) -> None:
     config.output.write_text('{"messages": []}\n')
     with pytest.raises(InputError, match=r"but no answers.jsonl.generation.json that says how it was made"):
