@@ -57,7 +57,7 @@ def ask_server(
         Note(f"asking {server.url} for answers of {model}, {format_count(run.config.requests, 'request')} at a time")
     )
     in_flight = in_a_row = 0
-    answered_any = False
+    answered_any = told_wait = False
     refused: list[Outcome] = []  # before any was answered
     most_in_a_row = max(FAILURES_IN_A_ROW, run.config.requests)
     fatal: InputError | None = None
@@ -74,6 +74,9 @@ def ask_server(
                 in_flight += 1
             if not in_flight or fatal is not None:
                 break
+            if server.long_wait is not None and not told_wait:
+                run.report(Note(server.long_wait))
+                told_wait = True
             outcomes: list[Outcome] = []
             for result in _received(answered):
                 in_flight -= 1

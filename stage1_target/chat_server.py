@@ -1,9 +1,9 @@
 """A client for chat completions of any OpenAI-compatible server (vLLM, SGLang, llama.cpp), on http.client alone.
 
 What passes is waited for: dropped connections, time-outs, answers that are no JSON, and the statuses of RETRIED are tried
-again, with waits that double from FIRST_WAIT to LONGEST_WAIT seconds, or as long as the server asks (Retry-After). What
-does not pass raises: InputError where no request can succeed (wrong address, key or model), Refused where this one cannot,
-and BadRequest, one kind of that, where the server says that the request is the cause.
+again, with waits that double from FIRST_WAIT to LONGEST_WAIT seconds, or as long as the server asks (Retry-After), twice
+LONGEST_WAIT at most. What does not pass raises: InputError where no request can succeed (wrong address, key or model),
+Refused where this one cannot, and BadRequest, one kind of that, where the server says that the request is the cause.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ class ChatServer:
         self.url = url
         self.num_retries = 0
         """Tries that were repeated, for the user to know."""
+        self.long_wait: str | None = None
+        """The first time that the server asked for a longer wait than any is, for the user to know."""
         self._secure, self._host, self._port = parts.scheme == "https", host, port
         self._base = parts.path.rstrip("/") or "/v1"
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
@@ -97,6 +99,12 @@ class ChatServer:
                 wait = error.wait
                 if wait is None:
                     wait = min(FIRST_WAIT * 2**count, LONGEST_WAIT) * random.uniform(0.5, 1.0)
+                elif wait > 2 * LONGEST_WAIT:
+                    asked, wait = wait, 2 * LONGEST_WAIT
+                    self.long_wait = self.long_wait or (
+                        f"the server asks to be left alone for {asked:,.0f} s ({error}): requests are tried again after "
+                        f"{wait:g} s, {format_count(self._retries, 'time')} at most"
+                    )
             with self._counting:
                 self.num_retries += 1
             self._stop.wait(wait)
@@ -153,7 +161,7 @@ def _why_dropped(error: OSError | http.client.HTTPException) -> str:
 
 
 def _retry_after(value: str | None) -> float | None:
-    return min(float(value), 2 * LONGEST_WAIT) if value and value.strip().isdigit() else None
+    return float(value) if value and value.strip().isdigit() else None
 
 
 def _words(data: bytes) -> str:

@@ -838,6 +838,26 @@ def test_waits_double_unless_the_server_says_how_long(start_server: Callable[...
     assert ask(server, "status 503 after 7") == "answer to status 503 after 7"
     assert ask(server, "status 429 after 3600") and ask(server, "status 429 after Friday")
     assert stop.seconds[:2] == [7.0, 60.0] and 0.25 <= stop.seconds[2] <= 0.5
+    asked = (
+        "the server asks to be left alone for 3,600 s (HTTP 429): requests are tried again after 60 s, 8 times at most"
+    )
+    assert server.long_wait == asked
+    stop.seconds.clear()
+    short = ChatServer(server.url, None, 5.0, 8, stop)
+    assert ask(short, "status 429 after 60") and (stop.seconds, short.long_wait) == ([60.0], None)
+
+
+def test_that_the_server_asks_for_a_long_wait_is_said_once(
+    by_server: RegenerateConfig, start_server: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_server, "LONGEST_WAIT", 0.5)
+    source = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"status 429 after {wait}"} for wait in (3600, 7200, 0)])
+    notes: list[str] = []
+    config = replace(by_server, source=str(source), server=start_server())
+    result = regenerate(config, lambda event: notes.append(event.text) if isinstance(event, Note) else None)
+    assert result.failures == []
+    [told] = [note for note in notes if "left alone" in note]
+    assert told.endswith(" s (HTTP 429): requests are tried again after 1 s, 6 times at most")
 
 
 def test_reasoning_of_either_name_and_tool_calls_are_kept(
