@@ -48,6 +48,13 @@ def test_jsonl_rows_keep_their_own_keys(tmp_path: Path) -> None:
     assert open_source(str(path)).count() == 2
 
 
+def test_blank_lines_are_no_rows_and_the_last_line_needs_no_end(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n \r\n\n".join(json.dumps(row) for row in ROWS), encoding="utf-8")
+    assert read(path) == ROWS
+    assert open_source(str(path)).count() == 2
+
+
 def test_jsonl_rows_may_mix_types(tmp_path: Path) -> None:
     rows = [{"text": "a", "meta": 1}, {"text": "b", "meta": {"x": [1, "y"]}}]
     assert read(write_lines(tmp_path / "data.jsonl", rows)) == rows
