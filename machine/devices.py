@@ -60,7 +60,7 @@ def visible_gpus() -> list[str]:
         return uuids
     chosen: list[str] = []
     for entry in filter(None, (part.strip() for part in visible.split(","))):
-        if entry.isdigit():
+        if entry.isdecimal():
             if int(entry) >= len(uuids):
                 break  # CUDA ignores an entry that does not exist, and all after it
             chosen.append(uuids[int(entry)])

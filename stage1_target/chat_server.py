@@ -161,7 +161,7 @@ def _why_dropped(error: OSError | http.client.HTTPException) -> str:
 
 
 def _retry_after(value: str | None) -> float | None:
-    return float(value) if value and value.strip().isdigit() else None
+    return float(value) if value and value.strip().isdecimal() else None
 
 
 def _words(data: bytes) -> str:

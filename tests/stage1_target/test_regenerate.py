@@ -827,6 +827,11 @@ def test_the_end_says_one_and_many(config: RegenerateConfig) -> None:
     ]
 
 
+def test_only_whole_seconds_of_retry_after_are_obeyed() -> None:
+    waits = {"7": 7.0, " 0 ": 0.0, "²": None, "-1": None, "Wed, 21 Oct 2026 07:28:00 GMT": None, None: None}
+    assert {value: chat_server._retry_after(value) for value in waits} == waits
+
+
 def test_waits_double_unless_the_server_says_how_long(start_server: Callable[..., str]) -> None:
     stop = Waits()
     server = ChatServer(start_server(), None, 5.0, 8, stop)
