@@ -13,6 +13,7 @@ from dflash_train.speculate.drafter_folder import DrafterFolder
 from dflash_train.speculate.findings import Check, error, ok, warning
 from dflash_train.stage1_target.target_config import default_target_layer_ids, text_config
 from dflash_train.stage2_drafter.drafter_config import target_rope_theta
+from dflash_train.store.mask_token import mask_token_fault, token_text
 
 LEAST_TARGET_LAYERS = 4
 OTHER_TARGET = "Give the target that the drafter was trained for, or mend config.json."
@@ -153,29 +154,13 @@ def check_mask_token(folder: DrafterFolder, model_config: Any, tokenizer: Any) -
     if not 0 <= token < rows:
         text = f"{token} is no row of the target's table, which has {rows}; engines would read other memory or fail."
         return error(name, text, "Write the id of training; a new one needs training again.")
-    special = _special_roles(model_config, tokenizer).get(token)
-    if special is not None:
-        text = f"{token} is the target's {special} token, which stands in every text: drafts would read it as a mask."
-        return error(name, text, unused)
-    word = {index: text for text, index in tokenizer.get_vocab().items()}.get(token)
+    fault = mask_token_fault(token, tokenizer, text_config(model_config).to_dict())
+    if fault is not None:
+        return error(name, f"{fault}.", unused)
+    word = token_text(token, tokenizer)
     if word is None:
         return ok(name, f"{token}, a row that the tokenizer does not use.")
     if token == tokenizer.mask_token_id:
         return ok(name, f"{token}, the tokenizer's own mask token {word!r}.")
-    if word not in tokenizer.get_added_vocab() and word not in tokenizer.all_special_tokens:
-        return error(name, f"{token} is {word!r}, a token of ordinary text.", unused)
-    template = str(getattr(tokenizer, "chat_template", None) or "")
-    if word in template:
-        return error(name, f"{token} is {word!r}, which the chat template writes.", unused)
     text = f"{token} is {word!r}, an added token: text that holds it literally would confuse the drafter."
     return warning(name, text, "Harmless if it never occurs in your traffic.")
-
-
-def _special_roles(model_config: Any, tokenizer: Any) -> dict[int, str]:
-    roles: dict[int, str] = {}
-    for role in ("unk", "pad", "bos", "eos"):  # the last one wins: pad often is eos
-        for source in (text_config(model_config), tokenizer):
-            ids = getattr(source, f"{role}_token_id", None)
-            for token in ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]:
-                roles[int(token)] = role
-    return roles

@@ -32,7 +32,7 @@ from dflash_train.stage2_drafter.run_folder import Round, read_ledger, read_roun
 from dflash_train.store.joined import open_stores
 from dflash_train.store.location import StoreLocation
 from dflash_train.store.manifest import Manifest, StoreError
-from dflash_train.store.mask_token import default_mask_token, mask_token_wanted
+from dflash_train.store.mask_token import default_mask_token, mask_token_fault, mask_token_wanted
 from dflash_train.store.plan import read_plan
 from dflash_train.store.reader import StoreReader
 
@@ -272,6 +272,31 @@ def check_initial_weights(run: PreparedRun) -> None:
     if run.config.init_from is not None:
         initial_weights(run.config.init_from, run.reader.encoding, run.reader.calibration)
         run.training_groups()
+
+
+def check_mask_token(run: PreparedRun) -> None:
+    """Refuse the mask token that was chosen where `dflash check` would refuse the trained drafter for it.
+
+    A drafter that goes on from another's weights keeps the token that these were trained with. Where the store's tokenizer
+    cannot be loaded nothing is checked: training does not need it.
+    """
+    config, token, target = run.config, run.drafter_config.mask_token_id, run.reader.target_config()
+    if config.init_from is not None and config.mask_token is None:
+        return
+    try:
+        tokenizer = _load_tokenizer(run.reader.tokenizer_path)
+    except Exception:  # noqa: BLE001 - whatever a damaged file makes of a foreign loader
+        return
+    fault = mask_token_fault(token, tokenizer, target.get("text_config") or target)
+    if fault is None:
+        return
+    if config.mask_token is not None:
+        chosen = f"--mask-token {config.mask_token if str(config.mask_token).isdecimal() else repr(config.mask_token)}"
+    else:
+        chosen = "The tokenizer's own" if config.drafter_config is None else f"That of {config.drafter_config}"
+    default = default_mask_token(tokenizer, run.drafter_config.vocab_size)
+    wanted = f": {mask_token_wanted(tokenizer)}" if default in (None, token) else f" {default}"
+    raise InputError(f"{chosen} cannot be the mask token: {fault}. Give --mask-token{wanted}.")
 
 
 def check_drafter(drafter_config: DrafterConfig, manifest: Manifest, store: StoreLocation, source: Path) -> None:

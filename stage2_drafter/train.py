@@ -29,6 +29,7 @@ from dflash_train.stage2_drafter.preparation import (
     CountedRows,
     PreparedRun,
     check_initial_weights,
+    check_mask_token,
     check_resume,
     prepare_ahead,
 )
@@ -278,8 +279,10 @@ def _train_under_torchrun(
 
 
 def _check_start(run: PreparedRun, checkpoint: Checkpoint | None, measurement: Measurement | None) -> list[str]:
-    """Refuse first weights that do not fit, and a disk that is too small; returns what the measurement has to say."""
+    """Refuse a mask token that stands in text, first weights that do not fit, and a disk that is too small; returns what
+    the measurement has to say."""
     if checkpoint is None:
+        check_mask_token(run)
         check_initial_weights(run)
     check_disk_space(run.config.run, _num_parameters(run), run.config.keep)
     return [] if measurement is None else measurement.check(run)

@@ -1517,6 +1517,18 @@ CASES: dict[str, list[Case]] = {
             "--mask-token '-3' is no token of the store's tokenizer. Give the text of one token, or an id below 400.",
         ),
         Case(
+            "a mask token that stands in every text",
+            f"{TRAIN} --mask-token <|im_end|>",
+            1,
+            "--mask-token '<|im_end|>' cannot be the mask token: 2 is the target's eos token, which stands in every text: drafts would read it as a mask. Give --mask-token 3.",
+        ),
+        Case(
+            "a mask token of ordinary text",
+            f"{TRAIN} --mask-token 100",
+            1,
+            "--mask-token 100 cannot be the mask token: 100 is '…', a token of ordinary text. Give --mask-token 3.",
+        ),
+        Case(
             "a seed of more than 63 bits",
             f"{TRAIN} --seed 99999999999999999999999999",
             1,

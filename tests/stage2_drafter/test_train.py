@@ -28,7 +28,13 @@ from dflash_train.stage2_drafter.compiled import CompiledDrafter
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.drafter import Drafter, load_drafter
 from dflash_train.stage2_drafter.loss import block_weights, dpace_weights
-from dflash_train.stage2_drafter.preparation import check_resume, prepare_ahead, prepare_run, resolve_mask_token
+from dflash_train.stage2_drafter.preparation import (
+    check_mask_token,
+    check_resume,
+    prepare_ahead,
+    prepare_run,
+    resolve_mask_token,
+)
 from dflash_train.stage2_drafter.rank import run_rank
 from dflash_train.stage2_drafter.row_loader import Row, RowBuilder
 from dflash_train.stage2_drafter.rows import RowKey
@@ -923,6 +929,45 @@ def test_mask_token_is_the_tokenizers_own_or_its_first_unused_row(tiny_tokenizer
     assert resolve_mask_token("17", 512, damaged) == 17
     with pytest.raises(InputError, match=r"tokenizer.json .* is damaged\. Give --mask-token with the id"):
         resolve_mask_token(None, 512, damaged)
+
+
+def test_a_mask_token_of_text_is_refused_at_the_start_where_the_tokenizer_can_be_asked(
+    make_store: MakeStore,
+    make_train_config: MakeConfig,
+    tiny_tokenizer_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By id, by text and by --drafter-config; a drafter to go on from keeps its own, and a damaged tokenizer stops nothing."""
+    store = make_store(lengths=(9, 17, 5))
+
+    def refuses(**options: Any) -> str | None:
+        try:
+            check_mask_token(prepare_run(make_train_config(store, **options)))
+        except InputError as refusal:
+            return str(refusal)
+        return None
+
+    assert refuses(mask_token=50) is None, "there is no tokenizer"
+    monkeypatch.setattr(StoreReader, "tokenizer_path", lambda self: tiny_tokenizer_folder)
+    assert refuses(mask_token="<|mask|>") is refuses(mask_token=None) is None
+    for given, shown in ((1, "1"), ("<|im_start|>", "'<|im_start|>'")):
+        said = (
+            f"--mask-token {shown} cannot be the mask token: 1 is '<|im_start|>', which the chat template writes. Give"
+        )
+        assert (refuses(mask_token=given) or "").startswith(said)
+    assert "50 is 'O', a token of ordinary text. Give --mask-token 3." in (refuses(mask_token=50) or "")
+    path = tmp_path / "config.json"
+    run = prepare_run(make_train_config(store, mask_token=50))
+    check_mask_token(replace(run, config=replace(run.config, mask_token=None, init_from=tmp_path)))
+    path.write_text(json.dumps(run.drafter_config.to_json()))
+    assert (refuses(mask_token=None, drafter_config=path) or "").startswith(
+        f"That of {path} cannot be the mask token: 50"
+    )
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text('{"version": 7}')
+    monkeypatch.setattr(StoreReader, "tokenizer_path", lambda self: tmp_path / "broken")
+    assert refuses(mask_token=1) is None
 
 
 def test_fp8_on_a_cpu_is_refused_before_the_run_folder_is_made(
