@@ -280,11 +280,11 @@ def check_mask_token(run: PreparedRun) -> None:
     A drafter that goes on from another's weights keeps the token that these were trained with. Where the store's tokenizer
     cannot be loaded nothing is checked: training does not need it.
     """
-    config, token, target = run.config, run.drafter_config.mask_token_id, run.reader.target_config()
+    config, token = run.config, run.drafter_config.mask_token_id
     if config.init_from is not None and config.mask_token is None:
         return
     try:
-        tokenizer = _load_tokenizer(run.reader.tokenizer_path)
+        tokenizer, target = _load_tokenizer(run.reader.tokenizer_path), run.reader.target_config()
     except Exception:  # noqa: BLE001 - whatever a damaged file makes of a foreign loader
         return
     fault = mask_token_fault(token, tokenizer, target.get("text_config") or target)
