@@ -51,7 +51,7 @@ class RealAcceptance:
         known = known_without_weights(
             config, load_model_config(config), tokenizer, manifest.target_layer_ids, run.reader.encoding
         )
-        _refuse(run, manifest.differences(replace(manifest, **known)))
+        _refuse(run, replace(manifest, **known).differences(manifest))
         prompts = self._read_prompts(run, tokenizer)
         left_out = f"; left out, for they are trained on: {name_prompts(prompts.trained)}" if prompts.trained else ""
         what = f"{format_count(len(prompts.prompts), 'prompt')} of {run.config.evaluate_prompts}"
@@ -120,7 +120,7 @@ class RealAcceptance:
                 "leave it out and measure checkpoints with `dflash evaluate` on another GPU."
             ) from error
         made = build_manifest(target, run.reader.encoding, manifest.calibration_hash)
-        _refuse(run, manifest.differences(made))
+        _refuse(run, made.differences(manifest))
         drafter = Drafter(run.drafter_config, seed=None).to(target.device, target.dtype).requires_grad_(False).eval()
         decoding = Decoding(max_new_tokens=run.config.evaluate_new_tokens, compare_plain=False)
         decoder = PromptDecoder(target, drafter, decoding)

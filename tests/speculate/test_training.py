@@ -597,12 +597,17 @@ def test_another_target_or_trained_prompts_are_refused_before_the_start(
     make_config: Callable[..., TrainConfig], tiny_target: Callable[..., Path], tmp_path: Path
 ) -> None:
     other_kind = prepare_run(make_config(evaluate_target=str(tiny_target("qwen3"))))
-    with pytest.raises(InputError, match="is not the target of .*target_config_hash.*Give the target that the store"):
+    stored = other_kind.reader.manifest.target_config_hash
+    with pytest.raises(
+        InputError,
+        match=f"is not the target of .*target_config_hash: found '(?!{stored}).*', wanted '{stored}'.*Give the",
+    ):
         RealAcceptance().check(other_kind)
     other_weights = prepare_run(make_config(evaluate_target=str(tiny_target("llama", seed=1))))
     measurement = RealAcceptance()
     measurement.check(other_weights)  # config and tokenizer are the same
-    with pytest.raises(InputError, match="is not the target of .*weights_fingerprint"):
+    stored = other_weights.reader.manifest.weights_fingerprint
+    with pytest.raises(InputError, match=f"is not the target of .*weights_fingerprint: found .*, wanted '{stored}'"):
         measurement.measure(other_weights, {}, torch.device("cpu"), None, lambda line: None, lambda: False)
     with pytest.raises(InputError, match="All prompts of .* are in the drafter's training data"):
         prompts = write_prompts(tmp_path / "trained.jsonl", QUESTIONS)
