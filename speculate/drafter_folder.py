@@ -10,7 +10,7 @@ from typing import Any
 
 from dflash_train.errors import InputError
 from dflash_train.speculate.loading import CONFIG_FILE, WEIGHTS_FILE, find_drafter
-from dflash_train.stage2_drafter.checkpoint import Checkpoint, TrainerState, check_file
+from dflash_train.stage2_drafter.checkpoint import Checkpoint, TrainerState, check_file, refuse_speculators
 
 STATE_FILE = "trainer/state.json"
 
@@ -72,11 +72,7 @@ def read_drafter_folder(path: Path) -> DrafterFolder:
         raise InputError(f"{folder / CONFIG_FILE} is no JSON ({error}); give a drafter's folder.") from error
     if not isinstance(config, dict):
         raise InputError(f"{folder / CONFIG_FILE} holds no JSON object; give a drafter's folder.")
-    if "speculators_model_type" in config:
-        raise InputError(
-            f"{folder} is in the speculators format, which `dflash export` writes; check the drafter in z-lab's format "
-            "that it was made from."
-        )
+    refuse_speculators(folder, config)
     try:
         with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping

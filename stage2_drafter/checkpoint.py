@@ -340,7 +340,17 @@ def load_drafter_config(path: Path) -> DrafterConfig:
         raise InputError(f"{file} is no JSON ({error}); give a drafter's folder in z-lab's format.") from error
     if not isinstance(fields, dict):
         raise InputError(f"{file} holds no JSON object; give a drafter's folder in z-lab's format.")
+    refuse_speculators(file.parent, fields)
     return DrafterConfig.from_json(fields)
+
+
+def refuse_speculators(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise InputError for a drafter in the speculators format, which is an end: nothing here reads it."""
+    if "speculators_model_type" in config:
+        raise InputError(
+            f"{folder} is in the speculators format, which `dflash export` writes; give the drafter in z-lab's format that "
+            "it was made from."
+        )
 
 
 def load_masters(named: Iterable[tuple[str, torch.nn.Parameter]], masters: Mapping[str, Tensor], source: Path) -> None:

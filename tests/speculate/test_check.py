@@ -679,5 +679,5 @@ def test_what_is_no_drafter_is_refused(tiny_target: Callable[..., Path], tmp_pat
         check(folder, tiny_target("llama"), engines=("trt",))
     shutil.copytree(folder, tmp_path / "other")
     break_drafter(tmp_path / "other", at("speculators_model_type", to="dflash"))
-    with pytest.raises(InputError, match="speculators format"):
+    with pytest.raises(InputError, match="is in the speculators format.* give the drafter in z-lab's format"):
         check(tmp_path / "other", tiny_target("llama"))

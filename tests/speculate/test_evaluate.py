@@ -291,7 +291,12 @@ def test_folders_that_hold_no_drafter_are_refused(config: EvaluateConfig, tmp_pa
     (tmp_path / "empty" / "checkpoints").mkdir()
     with pytest.raises(InputError, match="has no checkpoint yet"):
         load_drafter(tmp_path / "empty", "cpu", torch.float32)
-    for text, message in (("{", "is no JSON"), ("[]", "no JSON object"), ("{}", "no dflash_config")):
+    for text, message in (
+        ("{", "is no JSON"),
+        ("[]", "no JSON object"),
+        ("{}", "no dflash_config"),
+        ('{"speculators_model_type": "dflash"}', "is in the speculators format.* give the drafter in z-lab's format"),
+    ):
         (config.drafter / "config.json").write_text(text)
         with pytest.raises(InputError, match=message):
             evaluate(config)
