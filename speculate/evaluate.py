@@ -192,6 +192,11 @@ def evaluate(
     check_drafter_fits(drafter_config, model_config)
     if config.reference:
         check_reference()
+    if config.block_size is not None and config.block_size > drafter_config.block_size:
+        report(
+            f"warning: --block-size {config.block_size} is more than the {drafter_config.block_size} that the drafter was "
+            "trained with, and drafters do not generalise to larger blocks; leave it out, or give a smaller one"
+        )
     groups = trained_groups(folder)
     most = getattr(text_config(model_config), "max_position_embeddings", None)
     tokenizer = load_tokenizer(config.target)

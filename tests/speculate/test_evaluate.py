@@ -171,6 +171,17 @@ def test_without_plain_decoding_there_is_no_speedup(config: EvaluateConfig) -> N
     assert "Not compared with plain greedy decoding." in render(result)
 
 
+def test_a_larger_block_than_the_drafters_is_warned_of(config: EvaluateConfig) -> None:
+    def warnings(block_size: int) -> list[str]:
+        events: list[Decoded | str] = []
+        evaluate(replace(config, compare_plain=False, max_prompts=1, block_size=block_size), events.append)
+        return [event for event in events if isinstance(event, str) and event.startswith("warning: ")]
+
+    assert warnings(4) == []
+    [warning] = warnings(5)
+    assert warning.startswith("warning: --block-size 5 is more than the 4 that the drafter was trained with, ")
+
+
 def test_a_wrong_output_is_reported(config: EvaluateConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def corrupted(*arguments: Any, **settings: Any) -> Any:
         result = speculative_decode(*arguments, **settings)
