@@ -57,8 +57,11 @@ def _layers(folder: DrafterFolder, model_config: Any, engines: Collection[str]) 
         return error(name, text, f"Write the layers of training; {numbering}.")
     shown = ",".join(map(str, ids))
     if ids != sorted(set(ids)) or ids[0] < 0:
-        text = f"{shown} are not ascending and distinct from 0 on; the columns of fc stand in that order."
-        return error(name, text, "Write them ascending.")
+        text = f"{shown} are not ascending and distinct from 0 on; the columns of fc stand in the order of training."
+        way_out = (
+            "Write the layers of training; if their order was another than ascending, sort fc's columns with them."
+        )
+        return error(name, text, way_out)
     if ids[-1] == number - 1:
         text = (
             f"{shown} name the target's last layer, {number - 1}: SGLang cannot tap it, and transformers gives it after "

@@ -443,6 +443,16 @@ def test_the_good_drafter_that_is_shown_has_every_line_of_a_good_one(
     assert result.exit_code == 0 and all(f"\n{engine}:\n  " in result.stdout for engine in ("sglang", "vllm", "z-lab"))
 
 
+def test_reversed_layers_are_not_to_be_sorted_without_the_columns_of_fc(
+    tiny_target: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = write_drafter(tmp_path / "drafter", make_config())
+    break_drafter(folder, at("dflash_config", "target_layer_ids", to=[2, 1]))
+    [entry] = [entry for entry in check(folder, tiny_target("llama"))["checks"] if entry["name"] == "target layers"]
+    assert entry["text"].endswith("the columns of fc stand in the order of training.")
+    assert "if their order was another than ascending, sort fc's columns with them" in entry["way_out"]
+
+
 def test_layers_counted_from_1_are_pointed_out(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
     """z-lab's rule gives 1,2 for two taps of five layers; 2,3 are the same as vLLM and speculators count them."""
     folder = write_drafter(tmp_path / "drafter", make_config(target_layer_ids=(2, 3)))
