@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from dflash_train.speculate.drafter_folder import DrafterFolder
+from dflash_train.speculate.drafter_folder import STATE_FILE, DrafterFolder
 from dflash_train.speculate.findings import Check, error, ok, warning
 from dflash_train.stage2_drafter.drafter_config import FOREIGN_KEYS, LAYER_TYPES
 from dflash_train.units import format_count
@@ -35,7 +35,7 @@ def check_config(folder: DrafterFolder, engines: Collection[str]) -> list[Check]
         _files(folder),
         _architecture(folder),
         _geometry(folder),
-        *_recorded(folder),
+        _recorded(folder),
         _block_size(folder),
         _causality(folder, engines),
         *_layer_types(folder, engines),
@@ -108,10 +108,12 @@ def _geometry(folder: DrafterFolder) -> Check:
     )
 
 
-def _recorded(folder: DrafterFolder) -> list[Check]:
+def _recorded(folder: DrafterFolder) -> Check:
     """config.json against what the trainer wrote beside it."""
+    name = "training record"
     if folder.trained_config is None:
-        return []
+        text = f"there is no {STATE_FILE} to read, as in an export"
+        return ok(name, f"{text}, so block size and mask token cannot be compared with the training.")
     found, trained = _flat(folder.config), _flat(folder.trained_config)
     differences = [
         f"{key} is {found.get(key)!r}, trained with {trained.get(key)!r}"
@@ -119,14 +121,12 @@ def _recorded(folder: DrafterFolder) -> list[Check]:
         if found.get(key) != trained.get(key)
     ]
     if differences:
-        return [
-            error(
-                "training record",
-                f"config.json is not what the trainer wrote: {'; '.join(differences)}.",
-                "Put back the values that it was trained with.",
-            )
-        ]
-    return [ok("training record", "config.json is as the trainer wrote it.")]
+        return error(
+            name,
+            f"config.json is not what the trainer wrote: {'; '.join(differences)}.",
+            "Put back the values that it was trained with.",
+        )
+    return ok(name, "config.json is as the trainer wrote it.")
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:

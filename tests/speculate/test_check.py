@@ -438,7 +438,6 @@ def test_the_good_drafter_that_is_shown_has_every_line_of_a_good_one(
     result = CliRunner().invoke(main, ["check", str(folder), "--target", str(tiny_target("llama")), "--gpus", "cpu"])
     pattern = r"^(?:ok|warning) +(.+?): "
     shown = re.findall(pattern, sections[0], re.MULTILINE)
-    shown.remove("training record")  # of a checkpoint
     assert re.findall(pattern, result.stdout, re.MULTILINE) == shown
     assert result.exit_code == 0 and all(f"\n{engine}:\n  " in result.stdout for engine in ("sglang", "vllm", "z-lab"))
 
@@ -541,6 +540,15 @@ def test_the_trainers_record_shows_a_flag_that_was_changed(
     errors = found(check(folder, tiny_target("llama")), "error")
     assert errors.keys() == {"training record"}
     assert text in errors["training record"]
+
+
+def test_a_drafter_without_a_training_record_is_said_to_have_none(
+    tiny_target: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = write_drafter(tmp_path / "drafter", make_config())
+    text = found(check(folder, tiny_target("llama")), "ok")["training record"]
+    assert text.startswith("there is no trainer/state.json to read, ")
+    assert text.endswith("block size and mask token cannot be compared with the training.")
 
 
 def test_a_damaged_checkpoint_is_named(tiny_target: Callable[..., Path], tmp_path: Path) -> None:
