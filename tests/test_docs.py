@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import runpy
 import shlex
 import tomllib
 from collections.abc import Iterator
@@ -329,3 +330,19 @@ def test_the_shell_completes(words: str, offered: str) -> None:
     environment = {"_DFLASH_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     result = CliRunner(env=environment).invoke(main, [], prog_name="dflash")
     assert f"plain,{offered}" in result.output
+
+
+def test_a_demo_whose_extract_was_stopped_before_there_was_a_store_ends_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["run.py"])
+    demo = runpy.run_path(str(ROOT / "examples" / "demo" / "run.py"))["main"]
+    calls: list[object] = []
+    monkeypatch.setitem(demo.__globals__, "unpack_target", lambda: None)
+    monkeypatch.setitem(demo.__globals__, "dflash", lambda *words: calls.append(words[0]))
+    with pytest.raises(
+        SystemExit, match=r"holds 0 of \d+ samples: extract was stopped\. Run `make demo` again to go on"
+    ):
+        demo()
+    assert calls == ["extract"]

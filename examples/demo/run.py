@@ -85,11 +85,15 @@ def main() -> None:
         *["--target-layers", TARGET_LAYERS, "--batch-tokens", "1024", "--calibration-tokens", "2048"],
         *["--sample-cache", OUT / "samples"],
     )
-    dflash("inspect-store", STORE, "--output", OUT / "store.json")
-    store = json.loads((OUT / "store.json").read_text())
+    store: dict[str, Any] = {"samples": 0}
+    if STORE.exists():  # a stop, which is no failure, may have come before it was made
+        dflash("inspect-store", STORE, "--output", OUT / "store.json")
+        store = json.loads((OUT / "store.json").read_text())
     wanted = len((HERE / "conversations.jsonl").read_text().splitlines())
     if store["samples"] < wanted:
-        sys.exit(f"The store holds {store['samples']} of {wanted} samples: extract was stopped. Run `make demo` again.")
+        sys.exit(
+            f"The store holds {store['samples']} of {wanted} samples: extract was stopped. Run `make demo` again to go on."
+        )
     train = ["train-drafter", "--store", STORE, "--gpus", "cpu", *TRAIN]
     dflash(*train, "--run", OUT / "untrained", "--steps", "0")
     seconds["train"] = dflash(*train, "--run", OUT / "run", "--steps", str(STEPS))
