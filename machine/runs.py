@@ -146,6 +146,12 @@ def _terminal_file() -> Path | None:
     return path if path.exists() else None
 
 
+def _leads_session() -> bool:
+    """Whether this process was started apart, as by --detach or as a container's first: nobody may read its terminal, so
+    the state has to tell."""
+    return os.getsid(0) == os.getpid()
+
+
 @contextlib.contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
     """Write how the body ends, if it does not say so itself; a SIGTERM that it does not handle ends it with status 0."""
@@ -158,8 +164,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
     main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, stop) if main else None
     place = torchrun_place()
-    # nobody may read its terminal: the state has to tell
-    detached = os.getsid(0) == os.getpid() and (place is None or place.rank == 0)
+    detached = _leads_session() and (place is None or place.rank == 0)
     if detached and not recorder.taken:
         recorder.begin()
     try:

@@ -60,6 +60,14 @@ def make_tiny_tokenizer(chat_template: str | None = CHATML, vocab_size: int = 40
     )
 
 
+@pytest.fixture(autouse=True, scope="session")
+def not_started_apart() -> Iterator[None]:
+    """Commands that tests run in this process are no detached runs, even where it is a container's first one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dflash_train.machine.runs._leads_session", lambda: False)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> Any:
     """The tokenizer of make_tiny_tokenizer: do not change it."""
