@@ -210,14 +210,14 @@ def _nothing_left(
 
 def _open(source: str, split: str) -> Rows:
     """The turns, tools and bare question of each row; what can be said against the source is said before the first one."""
-    name, equals, copy = source.partition("=")
-    benchmark = BENCHMARKS.get(source) or (BENCHMARKS.get(name) if equals else None)
-    if benchmark is not None:
-        data = open_source(copy) if copy else _benchmark_source(source, benchmark)
+    name, file = _parse(source)
+    if name is not None:
+        benchmark = BENCHMARKS[name]
+        data = open_source(file) if file else _benchmark_source(source, benchmark)
         columns, rows = peek_columns(source, data.rows())
         if benchmark.column not in columns:
             raise InputError(
-                f"The columns of {copy or benchmark.hub_name} are {', '.join(columns)}; {name} has a column "
+                f"The columns of {file or benchmark.hub_name} are {', '.join(columns)}; {name} has a column "
                 f"{benchmark.column!r}. Give a copy of {benchmark.hub_name}."
             )
         return _benchmark_rows(benchmark, rows)
@@ -279,8 +279,8 @@ def source_labels(sources: Sequence[str]) -> list[str]:
 
 def _names(source: str) -> list[str]:
     """What a source may be called, the shortest first."""
-    benchmark = source.partition("=")[0]
-    if benchmark in BENCHMARKS:
+    benchmark, _file = _parse(source)
+    if benchmark is not None:
         return list(dict.fromkeys((benchmark, source)))
     parts = [part for part in re.split(r"[/\\]", source) if part]
     return [*("/".join(parts[-count:]) for count in range(1, len(parts) + 1)), source]
@@ -288,5 +288,10 @@ def _names(source: str) -> list[str]:
 
 def source_file(source: str) -> str:
     """The file of gsm8k=FILE; any other source as it is."""
-    name, _, copy = source.partition("=")
-    return copy if copy and name in BENCHMARKS else source
+    return _parse(source)[1] or source
+
+
+def _parse(source: str) -> tuple[str | None, str]:
+    """Benchmark and FILE of gsm8k=FILE; FILE is empty where the hub's copy is meant, and all of another source."""
+    name, _, file = source.partition("=")
+    return (name, file) if name in BENCHMARKS else (None, source)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from math import isqrt
 from typing import Any
 
@@ -36,6 +35,7 @@ from dflash_train.speculate.loading import check_drafter_fits_target
 from dflash_train.speculate.prompts import Prompt
 from dflash_train.speculate.target_cache import TargetCache
 from dflash_train.stage1_target.generator import Watcher, generate_tokens
+from dflash_train.stage1_target.recurrence import share_padding
 from dflash_train.stage1_target.target import Target, stop_token_ids
 from dflash_train.stage1_target.target_config import text_config
 from dflash_train.stage1_target.tokenization import ChatRenderer
@@ -86,11 +86,9 @@ def answer_greedily(
         if stop():
             raise Interrupted
 
-    padded = not TargetCache(target.model).is_recurrent
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    recurrent = TargetCache(target.model).is_recurrent
     answers: dict[int, list[int]] = {}
-    for _, group in groupby(order, key=lambda index: 0 if padded else len(prompts[index])):
-        together = list(group)
+    for together in share_padding(range(len(prompts)), lambda index: len(prompts[index]), recurrent):
         for first in range(0, len(together), batch_size):
             batch = together[first : first + batch_size]
             rows = _generate(target, [prompts[index] for index in batch], max_new_tokens, stop_ids, Watcher(watch, 0))

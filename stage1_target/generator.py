@@ -16,7 +16,6 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -27,7 +26,7 @@ from dflash_train.errors import InputError
 from dflash_train.stage1_target import messages
 from dflash_train.stage1_target.conversations import Message, RowError
 from dflash_train.stage1_target.dialogue import Dialogue, Exchange, Outcome
-from dflash_train.stage1_target.recurrence import is_recurrent
+from dflash_train.stage1_target.recurrence import is_recurrent, share_padding
 from dflash_train.stage1_target.regenerate_config import RegenerateConfig
 from dflash_train.stage1_target.target import Target, load_target, stop_token_ids
 from dflash_train.stage1_target.target_config import text_config
@@ -155,7 +154,7 @@ class Generator:
                 f"The target {target.config.name!r} names no token that ends an answer; set eos_token_id in its "
                 f"generation_config.json."
             )
-        self._padded = not is_recurrent(target.model)
+        self._recurrent = is_recurrent(target.model)
         self._num_positions = getattr(text_config(target.model_config), "max_position_embeddings", None)
 
     def run(self, dialogues: Sequence[Dialogue]) -> list[Outcome]:
@@ -185,9 +184,8 @@ class Generator:
                 self._generate([prompt], room)
             else:
                 together.append(prompt)
-        together.sort(key=lambda prompt: len(prompt[2]))
-        for _, group in groupby(together, key=lambda prompt: 0 if self._padded else len(prompt[2])):
-            self._generate(list(group), limit)
+        for group in share_padding(together, lambda prompt: len(prompt[2]), self._recurrent):
+            self._generate(group, limit)
 
     def _generate(self, prompts: list[tuple[Exchange, str, list[int]]], limit: int) -> None:
         try:

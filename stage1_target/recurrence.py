@@ -7,10 +7,13 @@ recurrent. So does a model that keeps its state in a way of its own (RWKV, xLSTM
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
+from typing import Any, TypeVar
 
 from torch import nn
 
+T = TypeVar("T")
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")  # newest transformers first; the last is Mamba's
 _CROPPED_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "DummyLayer")
 
@@ -37,3 +40,9 @@ def is_recurrent(model: nn.Module) -> bool:
     except (LookupError, AttributeError, TypeError):  # a config of other code's own, with kinds of layers of its own
         return True
     return not all(map(is_cropped, layers))
+
+
+def share_padding(prompts: Iterable[T], length: Callable[[T], int], recurrent: bool) -> Iterator[list[T]]:
+    """Prompts that may share a batch, the shortest first: all of them, of a recurrent target only equally long ones."""
+    for _, group in groupby(sorted(prompts, key=length), key=lambda prompt: length(prompt) if recurrent else 0):
+        yield list(group)

@@ -28,3 +28,4 @@ def describe_waiting(values: Mapping[str, Any]) -> str:
 
 
 Progress = Callable[[StepDone], None]
+Report = Callable[[str], None]  # of one plain line

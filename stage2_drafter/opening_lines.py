@@ -1,17 +1,15 @@
 """What a run says of itself before its first step, or instead of one where its steps are done."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 from dflash_train.stage2_drafter.checkpoint import Checkpoint
+from dflash_train.stage2_drafter.events import Report
 from dflash_train.stage2_drafter.preparation import PreparedRun
 from dflash_train.store.consumed import read_consumed
 from dflash_train.store.files import StoreError
 from dflash_train.store.opened import list_segments
 from dflash_train.store.plan import read_plan
 from dflash_train.units import format_count
-
-Report = Callable[[str], None]
 
 
 def describe_run(run: PreparedRun, checkpoint: Checkpoint | None, where: str, report: Report) -> None:

@@ -8,7 +8,6 @@ Under torchrun every process calls `train` itself and is a rank.
 
 import math
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from dflash_train.machine.rendezvous import rendezvous_file
 from dflash_train.machine.torchrun import TorchrunPlace, torchrun_place
 from dflash_train.stage2_drafter.checkpoint import Checkpoint, newest_checkpoint
 from dflash_train.stage2_drafter.config import TrainConfig
-from dflash_train.stage2_drafter.events import Progress
+from dflash_train.stage2_drafter.events import Progress, Report
 from dflash_train.stage2_drafter.measurement import Measurement
 from dflash_train.stage2_drafter.opening_lines import describe_run, how_to_go_on
 from dflash_train.stage2_drafter.preparation import (
@@ -41,7 +40,6 @@ from dflash_train.store.opened import list_segments
 from dflash_train.store.reader import open_manifest
 from dflash_train.units import format_count
 
-Report = Callable[[str], None]
 _POLL_SECONDS = 0.2
 _SAY_SECONDS = 60.0
 GRACE_SECONDS = 60.0
