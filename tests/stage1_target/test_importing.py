@@ -488,6 +488,20 @@ class Dying:
 
     def __init__(self, patch: pytest.MonkeyPatch, stop_at: int | None = None) -> None:
         self.num_calls, self._stop_at, self._lock = 0, stop_at, threading.Lock()
+        self._descriptors: set[int] = set()
+        open_file, close = Files.open, Files.close
+
+        def opened(*arguments: Any) -> int:
+            descriptor = open_file(*arguments)
+            self._descriptors.add(descriptor)
+            return descriptor
+
+        def closed(files: Files, descriptor: int) -> None:
+            self._descriptors.discard(descriptor)
+            close(files, descriptor)
+
+        patch.setattr(Files, "open", opened)
+        patch.setattr(Files, "close", closed)
         for name in ("open", "write", "fsync", "make_directory", "sync_directory", "rename", "remove_tree"):
             patch.setattr(Files, name, self._counted(getattr(Files, name)))
 
@@ -500,6 +514,11 @@ class Dying:
             return original(*arguments)
 
         return call
+
+    def close_files(self) -> None:
+        """What the end of a process does with the files that it has open."""
+        for descriptor in self._descriptors:
+            os.close(descriptor)
 
 
 @pytest.mark.slow
@@ -535,9 +554,10 @@ def test_a_kill_at_any_call_loses_and_doubles_nothing(
     for stop_at in range(0, counted.num_calls, 7 if is_new else 1):  # test_crashes.py stops creation at every call
         begin()
         with monkeypatch.context() as patch:
-            Dying(patch, stop_at)
+            dying = Dying(patch, stop_at)
             with pytest.raises(Killed):
                 import_store(config)
+            dying.close_files()
         before: set[tuple[int, ...]] = set()
         if config.store.exists():
             before = set(contents(config.store))
