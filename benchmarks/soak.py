@@ -302,7 +302,7 @@ class Soak:
             while time.monotonic() < look_until and phases.name(victim.index) != aimed:
                 pass
             if phases.name(victim.index) == aimed or time.monotonic() > moment:
-                os.kill(victim.pid, signal.SIGKILL)
+                victim.popen.kill()  # nothing where it has just ended
                 break
         else:
             return
