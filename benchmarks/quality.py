@@ -50,7 +50,7 @@ from dflash_train.benchmarks.quality_facts import (
 from dflash_train.benchmarks.quality_plan import PLANS, STORES, Variant, expand, missing
 from dflash_train.benchmarks.quality_table import append_result, format_tables, read_results
 from dflash_train.machine.devices import parse_devices
-from dflash_train.stage2_drafter.checkpoint import newest_checkpoint
+from dflash_train.stage2_drafter.run_checkpoints import newest_checkpoint
 from dflash_train.store.calibration import Calibration
 from dflash_train.store.creation import TARGET_FILES, FrozenTarget, create_store, store_lock
 from dflash_train.store.encoding import to_stored

@@ -47,10 +47,13 @@ def export(
     if store is not None and target is not None:
         raise click.UsageError("--store and --target both name embedding and head: give one.")
     from dflash_train.speculate.export import export_drafter, format_export
+    from dflash_train.speculate.loading import worse_than_best
     from dflash_train.stage1_target.target_config import TargetConfig
 
     config = None
     if target is not None:
         config = TargetConfig(name=target, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code)
+    if (worse := worse_than_best(drafter)) is not None:
+        click.echo(f"warning: {' '.join(worse)}", err=True)
     result = export_drafter(drafter, folder, format_name=format_name, store=store, target=config)
     show(result, format_export(result), as_json, None)

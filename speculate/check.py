@@ -18,6 +18,7 @@ from dflash_train.errors import InputError
 from dflash_train.speculate.config_checks import check_config
 from dflash_train.speculate.drafter_folder import DrafterFolder, read_drafter_folder
 from dflash_train.speculate.findings import ENGINES, Check, error, warning
+from dflash_train.speculate.loading import worse_than_best
 from dflash_train.speculate.serving import serving_commands
 from dflash_train.speculate.target_checks import check_against_target
 from dflash_train.speculate.tensor_checks import TARGET_TENSORS, check_tensors
@@ -59,6 +60,8 @@ def check_drafter(config: CheckConfig, progress: Callable[[str], None] | None = 
     checks += check_tensors(folder)
     checks += check_against_target(folder, model_config, tokenizer, config.engines)
     checks += _strict_reading(folder, checks)
+    if (worse := worse_than_best(config.drafter)) is not None:
+        checks.append(warning("checkpoint", *worse))
     if config.parity:
         checks += _with_target(config, folder, checks, say)
     return {

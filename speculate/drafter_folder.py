@@ -10,7 +10,8 @@ from typing import Any
 
 from dflash_train.errors import InputError
 from dflash_train.speculate.loading import CONFIG_FILE, WEIGHTS_FILE, find_drafter
-from dflash_train.stage2_drafter.checkpoint import Checkpoint, TrainerState, check_file, refuse_speculators
+from dflash_train.stage2_drafter.checkpoint import Checkpoint, TrainerState, check_file
+from dflash_train.stage2_drafter.run_checkpoints import refuse_speculators
 
 STATE_FILE = "trainer/state.json"
 

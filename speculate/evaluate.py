@@ -38,6 +38,7 @@ from dflash_train.speculate.loading import (
     load_drafter,
     load_drafter_config,
     trained_groups,
+    worse_than_best,
 )
 from dflash_train.speculate.prompts import Prompt, PromptSet, name_prompts, read_prompts, source_file
 from dflash_train.speculate.sampling import Sampling
@@ -187,6 +188,8 @@ def evaluate(
     report = progress or (lambda event: None)
     device = None if devices else config.resolve_device()
     folder = find_drafter(config.drafter)
+    if (worse := worse_than_best(config.drafter)) is not None:
+        report(f"warning: {' '.join(worse)}")
     drafter_config = load_drafter_config(folder)
     model_config = load_model_config(config.target)
     check_drafter_fits(drafter_config, model_config)

@@ -14,15 +14,10 @@ import torch
 from dflash_train.errors import InputError
 from dflash_train.stage1_target.target import Target
 from dflash_train.stage1_target.target_config import text_config
-from dflash_train.stage2_drafter.checkpoint import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    find_drafter,
-    load_drafter_config,
-    read_groups,
-)
+from dflash_train.stage2_drafter.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_groups
 from dflash_train.stage2_drafter.drafter import Drafter, DrafterConfig
 from dflash_train.stage2_drafter.drafter import load_drafter as load_checkpoint
+from dflash_train.stage2_drafter.run_checkpoints import find_drafter, load_drafter_config, worse_than_best
 
 __all__ = [
     "CONFIG_FILE",
@@ -33,6 +28,7 @@ __all__ = [
     "load_drafter",
     "load_drafter_config",
     "trained_groups",
+    "worse_than_best",
 ]
 
 

@@ -16,7 +16,6 @@ streamed one by one, so saving needs one tensor of extra memory, not a second co
 
 import io
 import json
-import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +27,6 @@ import torch
 from torch import Tensor
 
 from dflash_train.errors import InputError
-from dflash_train.stage2_drafter.drafter_config import DrafterConfig
 from dflash_train.store.calibration import Calibration
 from dflash_train.store.checksums import (
     CHECKSUMS_NAME,
@@ -46,8 +44,6 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 GROUPS = "trainer/groups.npy"
 LATER_EVALUATION = "trainer/evaluation.json"
-_NAME = re.compile(r"step-(\d{8,})")
-_TRASH = ".trash-"
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 
 
@@ -251,108 +247,6 @@ def safetensors_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
         yield flat.view(torch.uint8).numpy().tobytes()
 
 
-def list_checkpoints(run: Path) -> list[Checkpoint]:
-    """Checkpoints of a run, oldest first. Temporary folders of an interrupted save are not among them."""
-    folder = run / "checkpoints"
-    if not folder.is_dir():
-        return []
-    matches = ((path, _NAME.fullmatch(path.name)) for path in folder.iterdir())
-    found = [Checkpoint(path=path, step=int(match[1])) for path, match in matches if match and path.is_dir()]
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
-
-
-def newest_checkpoint(run: Path) -> Checkpoint | None:
-    checkpoints = list_checkpoints(run)
-    return checkpoints[-1] if checkpoints else None
-
-
-def best_checkpoint(run: Path) -> Checkpoint | None:
-    """The checkpoint with the largest acceptance length, by real decoding where there was any; None where none was evaluated."""
-    scored = [(evaluation_score(checkpoint), checkpoint) for checkpoint in list_checkpoints(run)]
-    known = [(score, checkpoint) for score, checkpoint in scored if score is not None]
-    return max(known, key=lambda item: item[0])[1] if known else None
-
-
-def evaluation_score(checkpoint: Checkpoint) -> tuple[bool, float] | None:
-    """Whether the checkpoint was measured by real decoding, and its acceptance length by that, else as estimated.
-
-    So of a run some of whose checkpoints were measured, only those compete.
-    """
-    try:
-        return score_of(checkpoint.state().evaluation)
-    except InputError:
-        return None
-
-
-def score_of(evaluation: Mapping[str, Any] | None) -> tuple[bool, float] | None:
-    """The score of an evaluation; see `evaluation_score`."""
-    for name in ("real_acceptance_length", "acceptance_length"):
-        score = (evaluation or {}).get(name)  # None as well where the loss was not finite
-        if score is not None:
-            return name.startswith("real"), float(score)
-    return None
-
-
-def prune_checkpoints(run: Path, keep: int, files: Files | None = None) -> list[Checkpoint]:
-    """Delete all but the newest `keep` checkpoints and the best one; also what an interrupted save or prune left.
-
-    A checkpoint is renamed before it is deleted, so that a crash leaves no half of one under its name.
-    Call it only while holding the run's lock.
-    """
-    files = files or Files()
-    folder = run / "checkpoints"
-    if folder.is_dir():
-        for path in folder.iterdir():
-            if path.name.startswith((".tmp-", _TRASH)):
-                files.remove_tree(path)
-    checkpoints = list_checkpoints(run)
-    best = best_checkpoint(run) if len(checkpoints) > keep else None
-    removed = [checkpoint for checkpoint in checkpoints[:-keep] if checkpoint != best]
-    for checkpoint in removed:
-        _remove(checkpoint.path, files)
-    return removed
-
-
-def find_drafter(path: Path) -> Path:
-    """The folder with config.json and model.safetensors: `path` itself, or the newest checkpoint of the run `path`."""
-    if not path.is_dir():
-        raise InputError(f"{path} is no folder; give a drafter's folder or the run folder of `dflash train-drafter`.")
-    folder = path
-    if not (path / WEIGHTS_FILE).is_file() and (path / "checkpoints").is_dir():
-        newest = newest_checkpoint(path)
-        if newest is None:
-            raise InputError(f"The run {path} has no checkpoint yet; train it until its first checkpoint is saved.")
-        folder = newest.path
-    missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not (folder / name).is_file()]
-    if missing:
-        raise InputError(
-            f"{folder} lacks {' and '.join(missing)}; give a drafter's folder in z-lab's format or a run folder."
-        )
-    return folder
-
-
-def load_drafter_config(path: Path) -> DrafterConfig:
-    """The config of the drafter at `path` (see `find_drafter`), without its weights. Raises InputError."""
-    file = find_drafter(path) / CONFIG_FILE
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{file} is no JSON ({error}); give a drafter's folder in z-lab's format.") from error
-    if not isinstance(fields, dict):
-        raise InputError(f"{file} holds no JSON object; give a drafter's folder in z-lab's format.")
-    refuse_speculators(file.parent, fields)
-    return DrafterConfig.from_json(fields)
-
-
-def refuse_speculators(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise InputError for a drafter in the speculators format, which is an end: nothing here reads it."""
-    if "speculators_model_type" in config:
-        raise InputError(
-            f"{folder} is in the speculators format, which `dflash export` writes; give the drafter in z-lab's format that "
-            "it was made from."
-        )
-
-
 def load_masters(named: Iterable[tuple[str, torch.nn.Parameter]], masters: Mapping[str, Tensor], source: Path) -> None:
     """Copy fp32 masters into parameters; raises InputError naming the first that is missing or of another shape."""
     with torch.no_grad():
@@ -365,15 +259,6 @@ def load_masters(named: Iterable[tuple[str, torch.nn.Parameter]], masters: Mappi
                     "Resume with the drafter that the run began with."
                 )
             parameter.copy_(tensor)
-
-
-def _remove(path: Path, files: Files) -> None:
-    trash = path.with_name(_TRASH + path.name)
-    if trash.exists():
-        files.remove_tree(trash)
-    files.rename(path, trash)
-    files.sync_directory(path.parent)  # or a power cut could bring the name back without its files
-    files.remove_tree(trash)
 
 
 def _json_bytes(values: Mapping[str, Any]) -> bytes:

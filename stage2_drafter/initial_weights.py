@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from dflash_train.errors import InputError
-from dflash_train.stage2_drafter.checkpoint import WEIGHTS_FILE, find_drafter, load_drafter_config
+from dflash_train.stage2_drafter.checkpoint import WEIGHTS_FILE
 from dflash_train.stage2_drafter.drafter import Drafter, load_drafter
 from dflash_train.stage2_drafter.drafter_config import DrafterConfig
+from dflash_train.stage2_drafter.run_checkpoints import find_drafter, load_drafter_config
 from dflash_train.store.calibration import Calibration
 from dflash_train.store.encoding import Encoding
 

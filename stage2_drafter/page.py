@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dflash_train.stage2_drafter.charts import draw_chart, format_value
-from dflash_train.stage2_drafter.checkpoint import score_of
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.curves import accuracy_of, number, run_charts, shown_slots, slot_accuracy
 from dflash_train.stage2_drafter.report import CheckpointRecord, RunRecord
+from dflash_train.stage2_drafter.run_checkpoints import score_of
 from dflash_train.stage2_drafter.versions import package_versions
 from dflash_train.units import format_bytes
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dflash_train.errors import InputError
-from dflash_train.stage2_drafter.checkpoint import Checkpoint, find_drafter, newest_checkpoint, read_groups
+from dflash_train.stage2_drafter.checkpoint import Checkpoint, read_groups
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.drafter_config import DrafterConfig
 from dflash_train.stage2_drafter.follow import Following
@@ -28,6 +28,7 @@ from dflash_train.stage2_drafter.rows import (
     split_holdout,
     split_samples,
 )
+from dflash_train.stage2_drafter.run_checkpoints import find_drafter, newest_checkpoint
 from dflash_train.stage2_drafter.run_folder import Round, read_ledger, read_rounds
 from dflash_train.store.joined import open_stores
 from dflash_train.store.location import StoreLocation

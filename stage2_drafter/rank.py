@@ -14,7 +14,7 @@ import torch
 
 from dflash_train.errors import InputError
 from dflash_train.machine.compile_cache import compile_cache_folder, has_compiled_kernels
-from dflash_train.stage2_drafter.checkpoint import Checkpoint, newest_checkpoint, prune_checkpoints
+from dflash_train.stage2_drafter.checkpoint import Checkpoint
 from dflash_train.stage2_drafter.collectives import Rank
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.events import Progress, StepDone
@@ -27,6 +27,7 @@ from dflash_train.stage2_drafter.preparation import (
     prepare_ahead,
     prepare_run,
 )
+from dflash_train.stage2_drafter.run_checkpoints import newest_checkpoint, prune_checkpoints
 from dflash_train.stage2_drafter.run_folder import (
     Round,
     read_ledger,

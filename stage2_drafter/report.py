@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_train.errors import InputError
-from dflash_train.stage2_drafter.checkpoint import TrainerState, list_checkpoints
+from dflash_train.stage2_drafter.checkpoint import TrainerState
+from dflash_train.stage2_drafter.run_checkpoints import list_checkpoints
 
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
 

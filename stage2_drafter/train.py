@@ -19,7 +19,7 @@ from dflash_train.machine.devices import Device, parse_devices
 from dflash_train.machine.launch import Process, ProcessGroup, start_processes, stop_signals
 from dflash_train.machine.rendezvous import rendezvous_file
 from dflash_train.machine.torchrun import TorchrunPlace, torchrun_place
-from dflash_train.stage2_drafter.checkpoint import Checkpoint, newest_checkpoint
+from dflash_train.stage2_drafter.checkpoint import Checkpoint
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.events import Progress, Report
 from dflash_train.stage2_drafter.measurement import Measurement
@@ -33,6 +33,7 @@ from dflash_train.stage2_drafter.preparation import (
     prepare_ahead,
 )
 from dflash_train.stage2_drafter.rank import RANK_FUNCTION, run_rank
+from dflash_train.stage2_drafter.run_checkpoints import newest_checkpoint, worse_than_best
 from dflash_train.stage2_drafter.run_folder import check_disk_space, run_lock
 from dflash_train.store.consumed import consumer_lock
 from dflash_train.store.creation import is_locked
@@ -112,10 +113,7 @@ def train(
     for line in lines:
         report(line)
     stopped = _follow(config, devices, report, progress, measurement, run.counted())
-    result = _result(config, prepare_ahead(config).total_steps if config.follow else run.total_steps, stopped)
-    if stopped:
-        report(f"stopped at step {result.step} of {result.total_steps}; run again to go on")
-    return result
+    return _finish(config, prepare_ahead(config).total_steps if config.follow else run.total_steps, stopped, report)
 
 
 def _await_store(store: Path, report: Report) -> bool:
@@ -270,10 +268,7 @@ def _train_under_torchrun(
             measurement,
             announce=announce,
         )
-    result = _result(config, prepare_ahead(config).total_steps if config.follow else config.steps, stopped)
-    if stopped:
-        report(f"stopped at step {result.step} of {result.total_steps}; run again to go on")
-    return result
+    return _finish(config, prepare_ahead(config).total_steps if config.follow else config.steps, stopped, report)
 
 
 def _check_start(run: PreparedRun, checkpoint: Checkpoint | None, measurement: Measurement | None) -> list[str]:
@@ -295,6 +290,16 @@ def _num_parameters(run: PreparedRun) -> int:
             run.drafter_config, seed=None, num_features=run.reader.encoding.num_features
         ).parameters()
     )
+
+
+def _finish(config: TrainConfig, total_steps: int | None, stopped: bool, report: Report) -> TrainResult:
+    """Say how the run ended, and return it."""
+    result = _result(config, total_steps, stopped)
+    if stopped:
+        report(f"stopped at step {result.step} of {result.total_steps}; run again to go on")
+    elif (worse := worse_than_best(config.run)) is not None:
+        report(f"warning: {' '.join(worse)}")
+    return result
 
 
 def _result(config: TrainConfig, total_steps: int | None, stopped: bool) -> TrainResult:

@@ -16,14 +16,7 @@ import numpy as np
 import torch
 
 from dflash_train.errors import InputError
-from dflash_train.stage2_drafter.checkpoint import (
-    Checkpoint,
-    TrainerState,
-    load_masters,
-    prune_checkpoints,
-    read_groups,
-    save_checkpoint,
-)
+from dflash_train.stage2_drafter.checkpoint import Checkpoint, TrainerState, load_masters, read_groups, save_checkpoint
 from dflash_train.stage2_drafter.collectives import Rank
 from dflash_train.stage2_drafter.evaluator import Evaluator
 from dflash_train.stage2_drafter.events import Progress, StepDone
@@ -44,6 +37,7 @@ from dflash_train.stage2_drafter.preparation import PreparedRun
 from dflash_train.stage2_drafter.row_forward import RowForward
 from dflash_train.stage2_drafter.row_loader import Row, RowBuffer, RowBuilder, RowLoader
 from dflash_train.stage2_drafter.rows import RowKey
+from dflash_train.stage2_drafter.run_checkpoints import prune_checkpoints
 from dflash_train.stage2_drafter.run_folder import rewind_metrics
 from dflash_train.stage2_drafter.versions import package_versions
 

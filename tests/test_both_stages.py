@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_train.stage2_drafter.checkpoint import newest_checkpoint
+from dflash_train.stage2_drafter.run_checkpoints import newest_checkpoint
 from dflash_train.stage2_drafter.run_folder import read_metrics, read_rounds
 from dflash_train.store.consumed import read_consumed
 from dflash_train.store.opened import list_segments

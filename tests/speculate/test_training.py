@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
+from dflash_train.cli import main
 from dflash_train.errors import InputError
 from dflash_train.speculate import gap
+from dflash_train.speculate.check import CheckConfig, check_drafter
 from dflash_train.speculate.decode import plain_decode
 from dflash_train.speculate.evaluate import EvaluateConfig, evaluate
 from dflash_train.speculate.gap import Evidence
@@ -22,13 +25,14 @@ from dflash_train.stage1_target.conversations import first_turn_group
 from dflash_train.stage1_target.identity import build_manifest, frozen_target
 from dflash_train.stage1_target.target import load_target
 from dflash_train.stage1_target.target_config import TargetConfig, load_tokenizer
-from dflash_train.stage2_drafter.checkpoint import best_checkpoint, export_tensors, list_checkpoints, read_groups
+from dflash_train.stage2_drafter.checkpoint import export_tensors, read_groups, record_evaluation
 from dflash_train.stage2_drafter.collectives import Rank
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.drafter import Drafter
 from dflash_train.stage2_drafter.preparation import PreparedRun, prepare_run
 from dflash_train.stage2_drafter.rank import run_rank
 from dflash_train.stage2_drafter.report import write_report
+from dflash_train.stage2_drafter.run_checkpoints import best_checkpoint, list_checkpoints
 from dflash_train.stage2_drafter.run_folder import read_metrics
 from dflash_train.stage2_drafter.train import train
 from dflash_train.stage2_drafter.trainer import Trainer
@@ -653,6 +657,32 @@ def test_evaluate_names_another_template_or_mode_than_the_drafter_was_trained_wi
     for name in ("config.json", "model.safetensors"):
         shutil.copy(list_checkpoints(config.run)[-1].path / name, exported)
     assert warnings(other, exported, enable_thinking=False) == [], "an export has no record"
+
+
+def test_all_that_take_the_newest_checkpoint_say_where_an_earlier_one_was_better(
+    make_config: Callable[..., TrainConfig], tiny_target: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = make_config(steps=1, save_every=1, evaluate_target=None, evaluate_prompts=None)
+    lines: list[str] = []
+    train(config, report=lines.append)
+    [first] = list_checkpoints(config.run)
+    assert not any("is worse than" in line for line in lines)
+    record_evaluation(first, {"acceptance_length": 9.0})
+    train(replace(config, steps=2), report=lines.append)
+    said = "step 2, is worse than step 1: held-out estimate 1."
+    assert (
+        lines[-1].startswith("warning: the newest checkpoint, ") and said in lines[-1] and str(first.path) in lines[-1]
+    )
+    target, notes = TargetConfig(name=str(tiny_target("llama"))), list[Any]()
+    prompts = (write_prompts(tmp_path / "asked.jsonl", ["What is new?"]),)
+    for drafter in (config.run, first.path):
+        options = EvaluateConfig(target=target, drafter=drafter, prompts=prompts, max_new_tokens=2, compare_plain=False)
+        evaluate(replace(options, device="cpu"), notes.append)
+    assert sum(isinstance(note, str) and said in note for note in notes) == 1, "of the run, not of the checkpoint"
+    checks = check_drafter(CheckConfig(target=target, drafter=config.run, parity=False, device="cpu"))["checks"]
+    assert [check["status"] for check in checks if said in check["text"]] == ["warning"]
+    exported = CliRunner().invoke(main, ["export", str(config.run), str(tmp_path / "exported")])
+    assert exported.exit_code == 0 and said in exported.stderr
 
 
 @pytest.mark.gpu

@@ -15,19 +15,22 @@ from safetensors.torch import load_file
 from dflash_train.errors import InputError
 from dflash_train.stage2_drafter.checkpoint import (
     TrainerState,
-    best_checkpoint,
-    evaluation_score,
     export_tensors,
-    list_checkpoints,
     load_masters,
-    newest_checkpoint,
-    prune_checkpoints,
     record_evaluation,
     round_to_bfloat16,
     safetensors_bytes,
     save_checkpoint,
 )
 from dflash_train.stage2_drafter.drafter import Drafter, DrafterConfig, load_drafter
+from dflash_train.stage2_drafter.run_checkpoints import (
+    best_checkpoint,
+    evaluation_score,
+    list_checkpoints,
+    newest_checkpoint,
+    prune_checkpoints,
+    worse_than_best,
+)
 from dflash_train.stage2_drafter.run_folder import (
     Round,
     append_rounds,
@@ -171,6 +174,38 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path, drafter: Drafter)
     best, newest = best_checkpoint(tmp_path), newest_checkpoint(tmp_path)
     assert best is not None and newest is not None
     assert (best.step, newest.step) == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("scores", "found"),
+    [
+        ((2.0, 1.89), ("step 2, is worse than step 1: held-out estimate 1.890 against 2.000.", "step-00000001; more")),
+        ((2.0, 1.91), None),
+        ((1.5, 2.0), None),
+        ((2.0, None), None),
+        ((None, 2.0), None),
+    ],
+)
+def test_a_newest_checkpoint_that_lost_is_named(
+    tmp_path: Path, drafter: Drafter, scores: tuple[float | None, ...], found: tuple[str, str] | None
+) -> None:
+    assert worse_than_best(tmp_path) is None, "no checkpoint yet"
+    for step, acceptance in enumerate(scores, 1):
+        save(tmp_path, drafter, step, acceptance)
+    told = worse_than_best(tmp_path)
+    assert (told is None) == (found is None)
+    assert told is None or found is None or all(part in text for part, text in zip(found, told, strict=True))
+    assert worse_than_best(tmp_path / "checkpoints" / "step-00000001") is None, "a drafter's folder is what it is"
+
+
+def test_an_estimate_is_not_held_against_a_real_acceptance_length(tmp_path: Path, drafter: Drafter) -> None:
+    save(tmp_path, drafter, 1, 1.5)
+    record_evaluation(list_checkpoints(tmp_path)[0], {"acceptance_length": 3.0, "real_acceptance_length": 2.5})
+    save(tmp_path, drafter, 2, 1.5)
+    assert worse_than_best(tmp_path) is None
+    record_evaluation(list_checkpoints(tmp_path)[1], {"acceptance_length": 3.5, "real_acceptance_length": 2.0})
+    told = worse_than_best(tmp_path)
+    assert told is not None and "real acceptance length 2.000 against 2.500." in told[0]
 
 
 def test_masters_of_another_drafter_are_refused(tmp_path: Path, drafter: Drafter, make_config: Any) -> None:

@@ -16,12 +16,13 @@ from dflash_train.errors import InputError
 from dflash_train.stage2_drafter import follow, growth, round_planner
 from dflash_train.stage2_drafter import train as train_module
 from dflash_train.stage2_drafter import trainer as trainer_module
-from dflash_train.stage2_drafter.checkpoint import newest_checkpoint, read_groups
+from dflash_train.stage2_drafter.checkpoint import read_groups
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.preparation import prepare_run
 from dflash_train.stage2_drafter.rank import run_rank
 from dflash_train.stage2_drafter.row_forward import RowForward
 from dflash_train.stage2_drafter.rows import GrowingSchedule, hash_place, in_fraction
+from dflash_train.stage2_drafter.run_checkpoints import newest_checkpoint
 from dflash_train.stage2_drafter.run_folder import read_metrics, read_rounds, run_lock
 from dflash_train.store import consumed
 from dflash_train.store.consumed import consumer_lock, read_consumed

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from dflash_train.errors import InputError
 from dflash_train.stage2_drafter import initial_weights as module
-from dflash_train.stage2_drafter.checkpoint import newest_checkpoint
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.initial_weights import (
     InitialWeights,
@@ -25,6 +24,7 @@ from dflash_train.stage2_drafter.initial_weights import (
 )
 from dflash_train.stage2_drafter.preparation import check_resume, prepare_run
 from dflash_train.stage2_drafter.rank import run_rank
+from dflash_train.stage2_drafter.run_checkpoints import newest_checkpoint
 from dflash_train.stage2_drafter.run_folder import read_metrics
 from dflash_train.stage2_drafter.train import train
 from dflash_train.store.calibration import Calibration

@@ -24,7 +24,7 @@ from dflash_train.benchmarks.drafter_step import GEOMETRIES, our_step, random_in
 from dflash_train.benchmarks.peers import StepShape
 from dflash_train.benchmarks.training_step import make_store
 from dflash_train.errors import InputError
-from dflash_train.stage2_drafter.checkpoint import newest_checkpoint
+from dflash_train.stage2_drafter.run_checkpoints import newest_checkpoint
 from dflash_train.stage2_drafter.run_folder import run_lock
 
 pytestmark = [

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from dflash_train.errors import InputError
 from dflash_train.stage2_drafter import rank as ranks
 from dflash_train.stage2_drafter import train as training
-from dflash_train.stage2_drafter.checkpoint import list_checkpoints, newest_checkpoint, round_to_bfloat16
+from dflash_train.stage2_drafter.checkpoint import round_to_bfloat16
 from dflash_train.stage2_drafter.collectives import Rank
 from dflash_train.stage2_drafter.compiled import CompiledDrafter
 from dflash_train.stage2_drafter.config import TrainConfig
@@ -38,6 +38,7 @@ from dflash_train.stage2_drafter.preparation import (
 from dflash_train.stage2_drafter.rank import run_rank
 from dflash_train.stage2_drafter.row_loader import Row, RowBuilder
 from dflash_train.stage2_drafter.rows import RowKey
+from dflash_train.stage2_drafter.run_checkpoints import list_checkpoints, newest_checkpoint
 from dflash_train.stage2_drafter.run_folder import read_ledger, read_metrics
 from dflash_train.stage2_drafter.train import RankDied, train
 from dflash_train.stage2_drafter.trainer import Trainer

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_train.stage2_drafter.checkpoint import list_checkpoints
 from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.preparation import prepare_run
 from dflash_train.stage2_drafter.row_forward import _distribute
+from dflash_train.stage2_drafter.run_checkpoints import list_checkpoints
 from dflash_train.stage2_drafter.run_folder import read_metrics
 
 MakeConfig = Callable[..., TrainConfig]
