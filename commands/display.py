@@ -145,7 +145,7 @@ class RegenerateView(RunView):
 
 
 class TrainView(RunView):
-    """A bar of steps, curves of loss and estimated acceptance length, speed, waiting share and the time left."""
+    """A bar of steps, curves of loss and acceptance length over anchors, speed, waiting share and the time left."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class TrainView(RunView):
             lines.bar("steps", step.step, step.total_steps, _of(step.step, step.total_steps), f"{done:.0%}")
             lines.curve("loss", self._loss, _number(values["loss"], ".4f"))
             acceptance = _number(values["acceptance_length"], ".3f")
-            lines.curve("acceptance", self._acceptance, acceptance, f"estimated, teacher-forced{_real(step)}")
+            lines.curve("acceptance", self._acceptance, acceptance, f"over anchors, teacher-forced{_real(step)}")
             lines.curve("speed", self._speed, f"{values['tokens_per_second']:,.0f} tokens/s", describe_waiting(values))
         lines.end(*self._times(left))
         return lines

@@ -192,7 +192,7 @@ def _held_out_prompts(evidence: Evidence, estimate: float) -> Check:
         return warning(
             name,
             f"{text}, below the estimate, too.",
-            "So the prompts are not the cause: look at the lines above. If these are ok, it may be the averaging: the "
-            "estimate's anchors are drawn at random, and decoding starts its rounds where drafts fail.",
+            "So the prompts are not the cause: look at the lines above. If these are ok, at --evaluate-new-tokens: what "
+            "is decoded should be as long as the answers of the data.",
         )
     return ok(name, f"{text}: the drafter is as good as estimated, these prompts are of another kind than its data.")

@@ -62,6 +62,42 @@ def sample_anchors(
     candidates = anchor_candidates(loss_mask, document_ids)
     if len(candidates) > num_anchors:
         candidates = np.sort(rng.choice(candidates, size=num_anchors, replace=False))
+    return _filled_up(candidates, num_anchors)
+
+
+def sample_stretches(
+    loss_mask: Array, document_ids: Array, num_anchors: int, rng: np.random.Generator
+) -> tuple[Array, Array]:
+    """All candidates of documents drawn at random, so that rounds can be walked from anchor to anchor: as `sample_anchors`.
+
+    Of the last document, where not all of its candidates fit, a stretch that begins anywhere.
+    """
+    candidates = anchor_candidates(loss_mask, document_ids)
+    documents = document_ids[candidates]
+    chosen: list[Array] = []
+    left = num_anchors
+    for document in rng.permutation(np.unique(documents)):
+        own = candidates[documents == document]
+        first = rng.integers(max(len(own) - left, 0) + 1)
+        chosen.append(own[first : first + left])
+        left -= len(chosen[-1])
+        if not left:
+            break
+    return _filled_up(np.sort(np.concatenate([candidates[:0], *chosen])), num_anchors)
+
+
+def labels_left(loss_mask: Array, document_ids: Array) -> Array:
+    """How many tokens that count follow each token without a break in its document: int64 [S], 0 for one that does not count."""
+    counted = (np.asarray(loss_mask) != 0) & (document_ids >= 0)
+    place = np.arange(len(counted), dtype=np.int64)
+    is_last = np.ones(len(counted), dtype=bool)
+    is_last[:-1] = ~(counted[1:] & (document_ids[1:] == document_ids[:-1]))
+    last = np.minimum.accumulate(np.where(is_last, place, len(place))[::-1])[::-1]
+    return np.where(counted, last - place, 0)
+
+
+def _filled_up(candidates: Array, num_anchors: int) -> tuple[Array, Array]:
+    """At most `num_anchors` anchors, then dummies."""
     anchor = np.zeros(num_anchors, dtype=np.int32)
     anchor[: len(candidates)] = candidates
     return anchor, np.arange(num_anchors) < len(candidates)

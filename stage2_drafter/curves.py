@@ -53,7 +53,7 @@ def run_charts(run: RunRecord) -> list[Chart]:
         Chart(title="Loss", note="weighted cross-entropy", series=[train("loss"), held_out("loss")], log=True),
         Chart(
             title="Acceptance length",
-            note="tokens gained per target forward; on rows a teacher-forced estimate",
+            note="tokens gained per target forward; on rows teacher-forced, of training rows over anchors",
             series=[train("acceptance_length"), held_out("acceptance_length"), measured, decoded],
             y_from=1.0,
         ),

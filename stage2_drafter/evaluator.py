@@ -44,7 +44,8 @@ class Evaluator:
 
     @torch.no_grad()
     def held_out(self) -> dict[str, Any] | None:
-        """The held-out rows, the same ones with the same anchors each time; None where nothing is held out."""
+        """The held-out rows, the same ones with the same anchors each time, at all tokens of whole answers, over which rounds
+        are walked; None where nothing is held out."""
         holdout, rank = self._run.holdout, self._rank
         if not holdout.rows:
             return None
@@ -56,6 +57,7 @@ class Evaluator:
             for turn, row in enumerate(loader):
                 if len(row.slots):
                     self._forward.loss(row, turn * rank.world + rank.rank, sums)
+                    sums.add_rounds(row)
                 loader.release(row.buffer)
         return {**sums.reduced(rank.world).quality(), "rows": len(holdout.rows)}
 

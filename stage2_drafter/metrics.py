@@ -17,9 +17,11 @@ from torch import Tensor
 
 from dflash_train.stage2_drafter.events import describe_waiting
 from dflash_train.stage2_drafter.loss import DraftStatistics, describe_statistics, draft_statistics
+from dflash_train.stage2_drafter.rounds import count_rounds
+from dflash_train.stage2_drafter.row_loader import Row
 from dflash_train.units import format_count
 
-_SCALARS = ("weight", "weighted_loss", "loss", "slots", "tokens", "wait_seconds", "stop", "bad")
+_SCALARS = ("weight", "weighted_loss", "loss", "slots", "tokens", "wait_seconds", "stop", "bad", "rounds", "produced")
 
 
 class StepSums:
@@ -30,6 +32,7 @@ class StepSums:
         self._values = torch.zeros(len(_SCALARS) + num_statistics + num_rows, dtype=torch.float64, device=device)
         self._statistics = slice(len(_SCALARS), len(_SCALARS) + num_statistics)
         self._bad_rows = slice(len(_SCALARS) + num_statistics, None)
+        self._accepted: Tensor | None = None
 
     def add_row(
         self, place: int, ce: Tensor, correct: Tensor, weights: Tensor, slots: Tensor, label_mask: Tensor
@@ -47,10 +50,20 @@ class StepSums:
         self.add("loss", ce.double().sum())
         self.add("slots", len(ce))
         values[self._statistics] += draft_statistics(right, label_mask)
+        self._accepted = right[:, 1:]
         values[self._bad_rows][place] += (~torch.isfinite(weighted)).double()
 
+    def add_rounds(self, row: Row) -> None:
+        """Walk the rounds of the row that was added last, whose anchors are those of whole answers; waits for the device."""
+        assert self._accepted is not None, "no row was added"
+        accepted = self._accepted.to(torch.int64).cumprod(-1).sum(-1).cpu().numpy()
+        valid = row.blocks.valid
+        rounds, produced = count_rounds(row.blocks.anchor[valid], accepted[valid], row.left[valid])
+        self.add("rounds", rounds)
+        self.add("produced", produced)
+
     def add(self, name: str, value: float | Tensor) -> None:
-        """Add to one of the scalars: tokens, wait_seconds, stop, bad."""
+        """Add to one of the scalars: tokens, wait_seconds, stop, bad, rounds, produced."""
         self._values[_SCALARS.index(name)] += value
 
     def reduced(self, world: int) -> "StepNumbers":
@@ -77,20 +90,26 @@ class StepNumbers:
     wait_seconds: float
     stop: float
     bad: float
+    rounds: float
+    produced: float
     statistics: DraftStatistics
     bad_rows: list[int]
 
     def quality(self) -> dict[str, Any]:
-        """Loss, estimated acceptance length (bonus token included) and accuracy of slots 1 … K - 1.
+        """Loss, acceptance length (bonus token included) and accuracy of slots 1 … K - 1.
 
-        Teacher-forced on the data: a proxy for what speculative decoding accepts, not that itself. None where nothing
-        was counted, or where the loss is not finite.
+        Teacher-forced on the data: a proxy for what speculative decoding accepts, not that itself. The acceptance length is
+        the mean over rounds where they were walked, and that over anchors beside it; else over anchors alone. None where
+        nothing was counted, or where the loss is not finite.
         """
         statistics = self.statistics
+        over_anchors = _finite(statistics.estimated_acceptance, 1)
+        walked = {"acceptance_length_over_anchors": over_anchors, "rounds": int(self.rounds)} if self.rounds else {}
         return {
             "loss": _finite(self.weighted_loss, self.weight),
             "cross_entropy": _finite(self.loss, self.slots),
-            "acceptance_length": _finite(statistics.estimated_acceptance, 1),
+            "acceptance_length": _finite(self.produced, self.rounds) if self.rounds else over_anchors,
+            **walked,
             "accuracy": [_finite(share, 1) for share in statistics.accuracy_by_slot],
         }
 
@@ -149,9 +168,14 @@ def format_evaluation(step: int, values: Mapping[str, Any]) -> str:
 
 
 def _quality(values: Mapping[str, Any]) -> str:
+    length = _number(values["acceptance_length"], ".3f")
+    if "acceptance_length_over_anchors" in values:
+        over_anchors = _number(values["acceptance_length_over_anchors"], ".3f")
+        length = f"estimated acceptance length {length} ({over_anchors} over anchors)"
+    else:
+        length = f"acceptance length {length} over anchors"
     return (
-        f"loss {_number(values['loss'], '.4f')}, accuracy {_number(values['accuracy'][0], '.1%')} at slot 1, estimated "
-        f"acceptance length {_number(values['acceptance_length'], '.3f')}"
+        f"loss {_number(values['loss'], '.4f')}, accuracy {_number(values['accuracy'][0], '.1%')} at slot 1, {length}"
     )
 
 

@@ -17,7 +17,14 @@ import numpy as np
 import torch
 
 from dflash_train.errors import InputError
-from dflash_train.stage2_drafter.blocks import Blocks, document_positions, make_blocks, sample_anchors
+from dflash_train.stage2_drafter.blocks import (
+    Blocks,
+    document_positions,
+    labels_left,
+    make_blocks,
+    sample_anchors,
+    sample_stretches,
+)
 from dflash_train.stage2_drafter.rows import ANCHOR_STREAM, HoldoutRows, RowKey, RowSchedule
 from dflash_train.store.reader import StoreReader
 
@@ -56,6 +63,8 @@ class Row:
     """int64 [N]: places of the slots that count in the loss within the A·K slots of the row."""
     labels: np.ndarray
     """int64 [N]: their labels."""
+    left: np.ndarray
+    """int64 [A]: tokens of its answer after each anchor, 0 for dummies."""
     buffer: RowBuffer
 
 
@@ -120,6 +129,7 @@ class RowBuilder:
             blocks=blocks,
             slots=slots,
             labels=blocks.labels.reshape(-1)[slots],
+            left=np.where(blocks.valid, labels_left(loss_mask, documents)[blocks.anchor], 0),
             buffer=buffer,
         )
 
@@ -135,9 +145,11 @@ class RowBuilder:
     def _blocks(
         self, key: RowKey | None, token_ids: np.ndarray, loss_mask: np.ndarray, documents: np.ndarray
     ) -> Blocks:
+        """Training rows have anchors at random, held-out rows those of whole answers."""
         epoch, number, holdout = key or RowKey(0, 0)
         rng = np.random.default_rng((self.seed, ANCHOR_STREAM, epoch, number, int(holdout)))
-        anchors, valid = sample_anchors(loss_mask, documents, self.num_anchors, rng)
+        sample = sample_stretches if holdout else sample_anchors
+        anchors, valid = sample(loss_mask, documents, self.num_anchors, rng)
         return make_blocks(token_ids, loss_mask, documents, anchors, valid, self.block_size, self.mask_token_id)
 
 

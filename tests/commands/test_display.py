@@ -124,11 +124,11 @@ def test_training_says_the_numbers_and_the_time_left_of_a_step() -> None:
     (line,) = view.take("held out at step 2: loss 2")
     assert (line.event, line.drawn) == ("note", False)
     text = draw(view)
-    for part in ("2 of 100", "none", "12,346 tokens/s", "3% of the time waiting for data", "estimated"):
+    for part in ("2 of 100", "none", "12,346 tokens/s", "3% of the time waiting for data", "over anchors"):
         assert part in text
     evaluation = {"acceptance_length": 3.1, "real_acceptance_length": 2.95}
     view.take(replace(step_done(3), evaluation=(500, evaluation)))
-    assert "estimated, teacher-forced; held out 3.10, real 2.95 at step 500" in draw(view)
+    assert "over anchors, teacher-forced; held out 3.10, real 2.95 at step 500" in draw(view)
 
 
 def test_evaluation_draws_the_running_acceptance_length() -> None:

@@ -20,6 +20,7 @@ from dflash_train.speculate.check import CheckConfig, check_drafter
 from dflash_train.speculate.decode import plain_decode
 from dflash_train.speculate.evaluate import EvaluateConfig, evaluate
 from dflash_train.speculate.gap import Evidence
+from dflash_train.speculate.replay import ReadAnswer, draft_everywhere
 from dflash_train.speculate.training import RealAcceptance, target_config
 from dflash_train.stage1_target.conversations import first_turn_group
 from dflash_train.stage1_target.identity import build_manifest, frozen_target
@@ -181,6 +182,43 @@ def test_the_real_number_stands_beside_the_estimate_and_is_that_of_evaluate(
     page = write_report(config.run).read_text()
     assert "real decoding in training" in page
     assert "real acceptance" in page
+
+
+def test_the_estimate_is_the_acceptance_length_of_greedy_decoding_on_the_targets_own_answers(
+    make_config: Callable[..., TrainConfig], tiny_target: Callable[..., Path]
+) -> None:
+    """Rounds walked over the held-out answers, against drafts of the replay's code and a plain loop."""
+    config = make_config(steps=60, anchors=96, holdout=0.4, evaluate_target=None, evaluate_prompts=None)
+    run_rank(config, 0, 1, "cpu", "", lambda line: None, lambda: False)
+    run = prepare_run(config)
+    target = load_target(TargetConfig(name=str(tiny_target("llama"))), (1, 2), "cpu")
+    drafter = Drafter(run.drafter_config, seed=None)
+    drafter.load_state_dict(list_checkpoints(config.run)[-1].masters())
+    drafter.requires_grad_(False)
+    at_anchors, rounds, produced = [], 0, 0
+    for index in np.flatnonzero(run.held_out()):
+        sample = run.reader.read(int(index))
+        first = int(sample.loss_mask.argmax())
+        ids = sample.token_ids.tolist()
+        features = torch.from_numpy(sample.features.view(np.int16)).view(torch.bfloat16).float()
+        answer = ReadAnswer(prompt_ids=ids[:first], answer_ids=ids[first:], features=features, target_layer_ids=(1, 2))
+        drafts = draft_everywhere(target, drafter, answer, 1000, config.block_size)
+        gains = []
+        for place, drafted in enumerate(drafts):
+            following = ids[first + place + 1 :]
+            gain = 0
+            while gain < min(len(drafted), len(following)) and drafted[gain] == following[gain]:
+                gain += 1
+            at_anchors.append(gain + 1)
+            gains.append(min(gain + 1, len(following)))
+        place = 0
+        while place < len(gains):
+            rounds, produced, place = rounds + 1, produced + gains[place], place + gains[place]
+    found = read_metrics(config.run, "evaluation")[-1]
+    assert len(at_anchors) == 23 * run.held_out().sum(), "an anchor at every token but the last"
+    assert (found["rounds"], found["acceptance_length"]) == (rounds, pytest.approx(produced / rounds))
+    assert found["acceptance_length_over_anchors"] == pytest.approx(sum(at_anchors) / len(at_anchors))
+    assert 1.1 < found["acceptance_length"] < found["acceptance_length_over_anchors"]
 
 
 def test_measuring_changes_nothing_in_the_training(make_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
@@ -486,7 +524,7 @@ def test_held_out_prompts_that_reach_the_estimate_clear_the_drafter(
     held_out = np.asarray(evidence.run.reader.samples["id"])[evidence.run.held_out()]
     for text, index in zip(asked, held_out, strict=True):
         assert text == f"<|im_start|>user\n{QUESTIONS[index - 1]}<|im_end|>\n<|im_start|>assistant\n"
-    assert below.status == "warning" and "estimate's anchors are drawn at random" in below.way_out
+    assert below.status == "warning" and "at --evaluate-new-tokens" in below.way_out
     assert "(1 that were are left out)" in gap._training_data(evidence).text
 
 

@@ -14,8 +14,10 @@ from dflash_train.stage2_drafter.blocks import (
     dense_block_mask,
     document_positions,
     document_starts,
+    labels_left,
     make_blocks,
     sample_anchors,
+    sample_stretches,
 )
 
 
@@ -52,6 +54,45 @@ def test_anchors_are_ascending_distinct_and_follow_the_generator() -> None:
     assert (np.diff(anchor) > 0).all()
     assert np.isin(anchor, anchor_candidates(loss_mask, document_ids)).all()
     assert anchor.tolist() == draws[1][0].tolist() != draws[2][0].tolist()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_stretches_are_all_candidates_of_documents_but_for_one(seed: int) -> None:
+    rng, _, loss_mask, document_ids = random_row(seed)
+    candidates = anchor_candidates(loss_mask, document_ids)
+    anchor, valid = sample_stretches(loss_mask, document_ids, 11, rng)
+    assert valid.sum() == min(11, len(candidates)) and (anchor[~valid] == 0).all()
+    taken = anchor[valid]
+    assert (np.diff(taken) > 0).all() and np.isin(taken, candidates).all()
+    cut = 0
+    for document in set(document_ids[taken].tolist()):
+        own, here = candidates[document_ids[candidates] == document], taken[document_ids[taken] == document]
+        first = own.tolist().index(here[0])
+        assert here.tolist() == own[first : first + len(here)].tolist()
+        cut += len(here) < len(own)
+    assert cut <= 1
+    assert sample_stretches(loss_mask, document_ids, 60, rng)[0][: len(candidates)].tolist() == candidates.tolist()
+
+
+def test_a_document_that_does_not_fit_is_cut_anywhere() -> None:
+    loss_mask, document_ids = np.ones(12, dtype=np.uint8), np.zeros(12, dtype=np.int32)
+    rng = np.random.default_rng(0)
+    first = [sample_stretches(loss_mask, document_ids, 4, rng)[0].tolist() for _ in range(200)]
+    assert {tuple(anchor) for anchor in first} == {tuple(range(start, start + 4)) for start in range(8)}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_labels_left_counts_to_the_end_of_the_answer(seed: int) -> None:
+    _, _, loss_mask, document_ids = random_row(seed)
+    for place, left in enumerate(labels_left(loss_mask, document_ids).tolist()):
+        following = 0
+        if loss_mask[place]:
+            rest = zip(loss_mask[place + 1 :], document_ids[place + 1 :], strict=True)
+            for counted, document in rest:
+                if not counted or document != document_ids[place]:
+                    break
+                following += 1
+        assert left == following
 
 
 def test_every_candidate_is_drawn_equally_often() -> None:
