@@ -21,7 +21,9 @@ def walk(runs: list[list[tuple[int, int]]]) -> tuple[int, int]:
 @pytest.mark.parametrize("seed", range(30))
 def test_rounds_are_those_of_walking_each_answer(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    anchors, runs, first = [], [], 0
+    anchors: list[int] = []
+    runs: list[list[tuple[int, int]]] = []
+    first = 0
     for _ in range(int(rng.integers(1, 6))):
         length = int(rng.integers(1, 30))
         left = np.arange(length, 0, -1)
