@@ -44,9 +44,7 @@ INTERRUPTED = 130
     metavar="LIST",
     help="GPUs that share the prompts, as nvidia-smi numbers them: 0 or 0-3; or cpu, or cpu:2. Default: the first.",
 )
-@click.option(
-    "--max-prompts", default=32, show_default=True, help="Prompts from the start of each data set; 0 for all."
-)
+@click.option("--max-prompts", default=32, show_default=True, help="Prompts of each data set, a sample; 0 for all.")
 @click.option(
     "--max-turns", default=2, show_default=True, help="Turns of each prompt, the target's own answers between them."
 )

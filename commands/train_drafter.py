@@ -106,7 +106,7 @@ from dflash_train.commands.terminal import Terminal, progress_options
     help="Also measure the real acceptance length at every evaluation, with this target on the first GPU.",
 )
 @click.option("--evaluate-prompts", metavar="DATA", help="Prompts for that, as in `dflash evaluate --data`.")
-@click.option("--evaluate-prompts-limit", default=8, show_default=True, help="Prompts from the start of these.")
+@click.option("--evaluate-prompts-limit", default=8, show_default=True, help="Prompts of these: a sample.")
 @click.option("--evaluate-new-tokens", default=128, show_default=True, help="Tokens decoded for each of them.")
 @click.option("--save-every", default=1000, show_default=True, help="Steps between checkpoints.")
 @click.option("--keep", default=3, show_default=True, help="Newest checkpoints that stay, beside the best.")

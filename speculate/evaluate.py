@@ -69,7 +69,7 @@ class EvaluateConfig:
     split: str = "train"
     """Split of those that are no benchmark."""
     max_prompts: int | None = 32
-    """Prompts to take from the start of each data set; None for all. z-lab's benchmarks take 128."""
+    """Prompts to take of each data set, a sample by hash; None for all. z-lab's benchmarks take 128, after a shuffle."""
     max_turns: int = 2
     """Turns of each prompt that are answered, the target's own answers between them; MT-bench has two."""
     max_new_tokens: int = 256
@@ -253,7 +253,7 @@ def evaluate(
         "failures": outcome.failures,
         "trained_prompts": {
             "checked": groups is not None,
-            "found": len(prompt_set.trained),
+            "found": prompt_set.num_trained,
             "left_out": not config.allow_trained_prompts,
         },
         "max_new_tokens": config.max_new_tokens,
@@ -313,17 +313,16 @@ def decoded_event(results: Sequence[PromptResult], num_all: int) -> Decoded:
 
 def training_notes(prompt_set: PromptSet, checked: bool, allowed: bool) -> Iterator[str]:
     """What to say about prompts that the drafter was trained on."""
-    trained = prompt_set.trained
     if not checked:
         yield (
             "whether prompts are in the drafter's training data is not checked: its folder does not list what it was "
             "trained on (trainer/groups.npy of a checkpoint)"
         )
-    elif trained:
+    elif prompt_set.num_trained:
         what = "measured on all the same, which flatters the drafter" if allowed else "left out"
         yield (
-            f"warning: {format_count(len(trained), 'prompt')} of the data are in the drafter's training data and {what}: "
-            f"{name_prompts(trained)}"
+            f"warning: {format_count(prompt_set.num_trained, 'prompt')} of the data are in the drafter's training data and "
+            f"{what}: {name_prompts(prompt_set.trained, prompt_set.num_trained)}"
         )
 
 

@@ -10,9 +10,10 @@ every checkpoint lists: so another answer to a trained question counts as traine
 
 from __future__ import annotations
 
+import heapq
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,8 @@ from dflash_train.store.manifest import hash_id
 REASON = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 NUM_NAMED = 3
 """Prompts that a message quotes."""
+SPARE = 16
+"""Times the limit: candidates that are kept, for data given as token ids are known as trained on only once rendered."""
 Rows = Iterator[tuple[list[list[Message]], Any, str | None]]
 
 
@@ -106,8 +109,10 @@ class PromptSet:
     """The prompts of all data sets, and what was left out."""
 
     prompts: list[Prompt]
-    trained: list[Prompt]
+    num_trained: int
     """Left out, or, where that is allowed, taken all the same: they are in the training data."""
+    trained: list[Prompt]
+    """The first of these, to name them by."""
     num_skipped: int
     """Refused by the chat template, or too long."""
 
@@ -124,43 +129,86 @@ def read_prompts(
     allow_trained: bool = False,
     way_out: str = "",
 ) -> PromptSet:
-    """Of each source the first `limit` prompts with at most `max_turns` turns; the first turn has at most `max_tokens`.
+    """Of each source at most `limit` prompts with at most `max_turns` turns; the first turn has at most `max_tokens`.
+
+    `limit` prompts are a sample of all, by the hash of their first question: the same each time, whatever the order of
+    the rows, which in many files is one of length or topic. They stand in the order of the rows.
 
     Prompts of `trained_groups` are left out before the limit counts, unless allowed (`way_out` says how); rows that ask
     nothing count nowhere. Raises InputError for sources that cannot be read, and where no prompt is left of one.
     """
-    found, trained, num_skipped = [], [], 0
+    found: list[Prompt] = []
+    trained: list[Prompt] = []
+    num_trained = num_skipped = 0
     opened = {source: _open(source, split) for source in dict.fromkeys(sources)}
     chat = renderer()
     for source, rows in opened.items():
-        taken, known, skipped, longest = 0, [], 0, 0
-        refusal: ValueError | None = None
-        for turns, tools, bare in rows:
-            if limit is not None and taken + skipped >= limit:
+        out = _LeftOut()
+        candidates = _candidates(source, rows, max_turns, () if allow_trained else trained_groups, out)
+        chosen = candidates if limit is None else heapq.nsmallest(SPARE * limit, candidates)
+        taken: list[tuple[int, Prompt]] = []
+        for _place, number, bare in chosen:
+            if limit is not None and len(taken) + out.refused >= limit:
                 break
             try:
-                prompt = Prompt(source, turns[:max_turns], tools, [], bare)
-                if not allow_trained and any(group in trained_groups for group in prompt.groups):
-                    known.append(prompt)  # without rendering it
-                    continue
-                prompt = replace(prompt, token_ids=encode(chat, turns[0], tools))
-            except (RowError, UnicodeEncodeError) as error:  # JSON may escape half a surrogate pair
-                refusal, skipped = error, skipped + 1
+                prompt = replace(bare, token_ids=encode(chat, bare.turns[0], bare.tools))
+            except (RowError, UnicodeEncodeError) as error:
+                out.refusal, out.refused = error, out.refused + 1
                 continue
             if max_tokens is not None and len(prompt.token_ids) > max_tokens:
-                skipped, longest = skipped + 1, max(longest, len(prompt.token_ids))
+                out.refused, out.longest = out.refused + 1, max(out.longest, len(prompt.token_ids))
                 continue
             if any(group in trained_groups for group in prompt.groups):
-                known.append(prompt)
+                out.note_trained(prompt)
                 if not allow_trained:
                     continue
-            found.append(prompt)
-            taken += 1
+            taken.append((number, prompt))
         if not taken:
-            raise InputError(_nothing_left(way_out, source, known, skipped, refusal, longest, max_tokens))
-        trained += known
-        num_skipped += skipped
-    return PromptSet(found, trained, num_skipped)
+            raise InputError(_nothing_left(way_out, source, out, max_tokens))
+        found += [prompt for _number, prompt in sorted(taken, key=lambda entry: entry[0])]
+        trained += out.trained
+        num_trained += out.num_trained
+        num_skipped += out.unread + out.refused
+    return PromptSet(found, num_trained, trained[:NUM_NAMED], num_skipped)
+
+
+@dataclass
+class _LeftOut:
+    """What of a source is not asked."""
+
+    num_trained: int = 0
+    """In the training data."""
+    trained: list[Prompt] = field(default_factory=list)
+    """The first of these; all of a large training file would not fit into memory."""
+    unread: int = 0
+    """Whose question is no text."""
+    refused: int = 0
+    """By the chat template, or too long."""
+    longest: int = 0
+    """Tokens of the longest that was too long."""
+    refusal: ValueError | None = None
+
+    def note_trained(self, prompt: Prompt) -> None:
+        self.num_trained += 1
+        if len(self.trained) < NUM_NAMED:
+            self.trained.append(prompt)
+
+
+def _candidates(
+    source: str, rows: Rows, max_turns: int | None, trained_groups: Collection[int], out: _LeftOut
+) -> Iterator[tuple[int, int, Prompt]]:
+    """Place in the sample, number of the row, and the prompt, not rendered yet; those of `trained_groups` are noted alone."""
+    for number, (turns, tools, bare) in enumerate(rows):
+        prompt = Prompt(source, turns[:max_turns], tools, [], bare)
+        try:
+            groups = prompt.groups
+        except (RowError, UnicodeEncodeError) as error:  # JSON may escape half a surrogate pair
+            out.refusal, out.unread = error, out.unread + 1
+            continue
+        if any(group in trained_groups for group in groups):
+            out.note_trained(prompt)
+        else:
+            yield groups[0], number, prompt
 
 
 def encode(renderer: ChatRenderer, messages: list[Message], tools: Any) -> list[int]:
@@ -173,37 +221,30 @@ def encode(renderer: ChatRenderer, messages: list[Message], tools: Any) -> list[
     return list(map(int, renderer.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]))
 
 
-def name_prompts(prompts: Sequence[Prompt]) -> str:
-    """«first words of one», «of another» and 5 more."""
+def name_prompts(prompts: Sequence[Prompt], count: int) -> str:
+    """«first words of one», «of another» and 5 more, of `count` prompts of which the first are given."""
     texts = [" ".join(prompt.text.split()) for prompt in prompts[:NUM_NAMED]]
     named = ", ".join(f"«{text if len(text) <= 50 else text[:49] + '…'}»" for text in texts)
-    more = f" and {len(prompts) - NUM_NAMED:,} more" if len(prompts) > NUM_NAMED else ""
+    more = f" and {count - len(texts):,} more" if count > len(texts) else ""
     return named + more
 
 
-def _nothing_left(
-    way_out: str,
-    source: str,
-    known: Sequence[Prompt],
-    skipped: int,
-    refusal: ValueError | None,
-    longest: int,
-    max_tokens: int | None,
-) -> str:
-    if known:
+def _nothing_left(way_out: str, source: str, out: _LeftOut, max_tokens: int | None) -> str:
+    skipped = out.unread + out.refused
+    if out.num_trained:
         others = f" ({skipped:,} others cannot be used)" if skipped else ""
         return (
-            f"All prompts of {source} are in the drafter's training data{others}: {name_prompts(known)}; give prompts that "
-            f"were not trained on{way_out}."
+            f"All prompts of {source} are in the drafter's training data{others}: {name_prompts(out.trained, out.num_trained)}; give "
+            f"prompts that were not trained on{way_out}."
         )
-    if longest:
+    if out.longest:
         return (
             f"None of the {skipped:,} prompts of {source} leaves room for the new tokens within the target's positions: the "
-            f"longest prompt has {longest:,} tokens, {max_tokens:,} would do; give shorter prompts or lower "
+            f"longest prompt has {out.longest:,} tokens, {max_tokens:,} would do; give shorter prompts or lower "
             "--max-new-tokens."
         )
-    if refusal is not None:
-        reason = SURROGATE if isinstance(refusal, UnicodeEncodeError) else refusal
+    if out.refusal is not None:
+        reason = SURROGATE if isinstance(out.refusal, UnicodeEncodeError) else out.refusal
         return f"No prompt of {source} can be put to the target: {reason}. Give other prompts or template arguments."
     return f"No row of {source} has a user turn to answer. Give other data."
 

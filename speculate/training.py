@@ -53,7 +53,8 @@ class RealAcceptance:
         )
         _refuse(run, replace(manifest, **known).differences(manifest))
         prompts = self._read_prompts(run, tokenizer)
-        left_out = f"; left out, for they are trained on: {name_prompts(prompts.trained)}" if prompts.trained else ""
+        named = name_prompts(prompts.trained, prompts.num_trained)
+        left_out = f"; left out, for they are trained on: {named}" if prompts.num_trained else ""
         what = f"{format_count(len(prompts.prompts), 'prompt')} of {run.config.evaluate_prompts}"
         return [f"real acceptance length: {what}, decoded with {config.name} at every evaluation{left_out}"]
 
@@ -125,7 +126,7 @@ class RealAcceptance:
         decoding = Decoding(max_new_tokens=run.config.evaluate_new_tokens, compare_plain=False)
         decoder = PromptDecoder(target, drafter, decoding)
         prompts = self._read_prompts(run, target.tokenizer)
-        self._prompts, self._num_trained = prompts.prompts, len(prompts.trained)
+        self._prompts, self._num_trained = prompts.prompts, prompts.num_trained
         held = ""
         if device.type == "cuda":
             held = f", which holds {format_bytes(torch.cuda.memory_allocated(device) - before)} beside the training"
@@ -155,7 +156,7 @@ class RealAcceptance:
         if trained:
             self._prompts = [prompt for prompt in self._prompts if prompt not in trained]
             self._num_trained += len(trained)
-            report(f"warning: no longer decoded, for they are trained on now: {name_prompts(trained)}")
+            report(f"warning: no longer decoded, for they are trained on now: {name_prompts(trained, len(trained))}")
 
 
 def target_config(run: PreparedRun) -> TargetConfig:

@@ -11,6 +11,7 @@ import pytest
 from dflash_train.errors import InputError
 from dflash_train.speculate.prompts import BENCHMARKS, PromptSet, name_prompts, read_prompts, source_labels
 from dflash_train.stage1_target.conversations import first_turn_group
+from dflash_train.stage1_target.sample_table import hash_tokens
 from dflash_train.stage1_target.tokenization import ChatRenderer
 from dflash_train.store.manifest import hash_id
 
@@ -140,7 +141,7 @@ def test_turns_are_the_questions_and_tools_leave_the_first(read: Read, tmp_path:
     found = read(write_lines(tmp_path / "a.jsonl", rows))
     assert questions(found) == [["one", "two"], ["q"]]
     assert found.prompts[0].turns[0][0] == {"role": "system", "content": "s"}
-    assert questions(read(tmp_path / "a.jsonl", max_turns=1, limit=1)) == [["one"]]
+    assert questions(read(tmp_path / "a.jsonl", max_turns=1)) == [["one"], ["q"]]
 
 
 def test_prompts_need_no_answers_but_turns(read: Read, tmp_path: Path) -> None:
@@ -149,7 +150,7 @@ def test_prompts_need_no_answers_but_turns(read: Read, tmp_path: Path) -> None:
     assert questions(read(asked)) == [["q"]]
     assert questions(read(bench)) == [["q", "q2"]]
     both = read(bench, write_lines(tmp_path / "other.jsonl", ROWS), limit=1)
-    assert questions(both) == [["q", "q2"], ["one"]]
+    assert questions(both)[0] == ["q", "q2"] and len(questions(both)) == 2, "one of each"
     with pytest.raises(InputError, match="prompts need turns"):
         read(write_lines(tmp_path / "text.jsonl", [{"text": "a"}]))
     with pytest.raises(InputError, match="No row of .* has a user turn"):
@@ -158,15 +159,34 @@ def test_prompts_need_no_answers_but_turns(read: Read, tmp_path: Path) -> None:
         read(write_lines(tmp_path / "empty.jsonl", []))
 
 
+def test_a_limit_takes_a_sample_that_the_order_of_the_rows_does_not_change(read: Read, tmp_path: Path) -> None:
+    rows = [{"prompt": "word " * number} for number in range(1, 41)]
+    data = [write_lines(tmp_path / f"{name}.jsonl", some) for name, some in (("up", rows), ("down", rows[::-1]))]
+    up, down = ([asked for [asked] in questions(read(path, limit=10))] for path in data)
+    assert len(up) == 10 and up == down[::-1], "in the order of the rows"
+    assert set(up) > {asked for [asked] in questions(read(data[0], limit=5))}
+    assert 5 < sum(len(asked.split()) for asked in up) / 10 < 36, "neither the first nor the last"
+    assert questions(read(data[0], limit=40)) == questions(read(data[0]))
+
+
+def test_a_sample_is_filled_up_where_data_of_token_ids_turns_out_to_be_trained_on(read: Read, tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "a.jsonl", [{"prompt": f"question {number}"} for number in range(20)])
+    first = read(data, limit=4).prompts
+    trained = {hash_tokens(np.asarray(prompt.token_ids, np.int32)) for prompt in first}
+    found = read(data, limit=4, trained_groups=trained)
+    assert len(found.prompts) == 4 and not {p.text for p in found.prompts} & {p.text for p in first}
+    assert found.num_trained == 4 and {prompt.text for prompt in found.trained} < {prompt.text for prompt in first}
+
+
 def test_what_was_trained_on_is_left_out_before_the_limit_counts(read: Read, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "a.jsonl", ROWS)
     trained = {first_turn_group(ROWS[0]["messages"]), first_turn_group(ROWS[2]["messages"])}
     found = read(data, limit=1, trained_groups=trained)
     assert questions(found) == [["two"]]
-    assert name_prompts(found.trained) == "«one»"
+    assert name_prompts(found.trained, found.num_trained) == "«one», «three»"
     allowed = read(data, trained_groups=trained, allow_trained=True)
     assert len(allowed.prompts) == 3
-    assert name_prompts(allowed.trained) == "«one», «three»"
+    assert name_prompts(allowed.trained, allowed.num_trained) == "«one», «three»"
     with pytest.raises(
         InputError, match="All prompts of .* are in the drafter's training data: «one»; give prompts that were not"
     ):
@@ -177,7 +197,7 @@ def test_a_benchmarks_question_is_recognised_without_its_wording(read: Read, tmp
     copy = write_lines(tmp_path / "copy.jsonl", [{"question": "two apples"}, {"question": "three"}])
     trained = {first_turn_group([{"role": "user", "content": "two apples"}])}
     found = read(f"gsm8k={copy}", trained_groups=trained)
-    assert (len(found.prompts), len(found.trained)) == (1, 1)
+    assert (len(found.prompts), found.num_trained) == (1, 1)
 
 
 def test_training_data_given_as_token_ids_is_recognised(read: Read, tmp_path: Path) -> None:
