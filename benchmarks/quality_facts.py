@@ -77,7 +77,15 @@ def read_run(run: Path) -> dict[str, Any]:
     losses = [line["loss"] for line in steps[-LAST_STEPS:] if line["loss"] is not None]
     seconds = [line["tokens"] / line["tokens_per_second"] for line in steps if line.get("tokens_per_second")]
     waits = [line["wait_share"] for line in steps if line.get("tokens_per_second")]
-    named = ("loss", "cross_entropy", "acceptance_length", "accuracy", "rows")
+    named = (
+        "loss",
+        "cross_entropy",
+        "acceptance_length",
+        "acceptance_length_over_anchors",
+        "rounds",
+        "accuracy",
+        "rows",
+    )
     return {
         "training_loss": statistics.fmean(losses) if losses else None,
         "held_out": {name: held_out[-1].get(name) for name in named} if held_out else None,

@@ -240,7 +240,7 @@ def peer_table(lines: Sequence[Line], peers: Sequence[str]) -> str:
 
 
 QUALITY_HEADS = ["training loss", "held-out accuracy, slot 1", "held-out estimate", "over anchors", "τ (seeds)"]
-"""Over anchors: a round at every token of τ's answers, averaged as the estimate is."""
+"""Over anchors: a round at every token of τ's answers, where text counts by its length."""
 
 
 def _quality(lines: Sequence[Line]) -> list[str]:

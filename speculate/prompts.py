@@ -233,9 +233,10 @@ def _nothing_left(way_out: str, source: str, out: _LeftOut, max_tokens: int | No
     skipped = out.unread + out.refused
     if out.num_trained:
         others = f" ({skipped:,} others cannot be used)" if skipped else ""
+        named = name_prompts(out.trained, out.num_trained)
         return (
-            f"All prompts of {source} are in the drafter's training data{others}: {name_prompts(out.trained, out.num_trained)}; give "
-            f"prompts that were not trained on{way_out}."
+            f"All prompts of {source} are in the drafter's training data{others}: {named}; give prompts that were not "
+            f"trained on{way_out}."
         )
     if out.longest:
         return (
