@@ -176,20 +176,20 @@ class TrainView(RunView):
             lines.bar("steps", step.step, step.total_steps, _of(step.step, step.total_steps), f"{done:.0%}")
             lines.curve("loss", self._loss, _number(values["loss"], ".4f"))
             acceptance = _number(values["acceptance_length"], ".3f")
-            lines.curve("acceptance", self._acceptance, acceptance, f"over anchors, teacher-forced{_real(step)}")
+            lines.curve("acceptance", self._acceptance, acceptance, f"over anchors{_real(step)}")
             lines.curve("speed", self._speed, f"{values['tokens_per_second']:,.0f} tokens/s", describe_waiting(values))
         lines.end(*self._times(left))
         return lines
 
 
 def _real(step: StepDone) -> str:
-    """«; held out 3.10, real 2.95 at step 500», of the newest evaluation that measured both."""
+    """«; over rounds held out 3.10, real 2.95 at step 500», of the newest evaluation that measured both."""
     at, values = step.evaluation or (0, {})
     if values.get("real_acceptance_length") is None:
         return ""
     estimate = values.get("acceptance_length")
     held_out = "" if estimate is None else f"held out {estimate:.2f}, "
-    return f"; {held_out}real {values['real_acceptance_length']:.2f} at step {at:,}"
+    return f"; over rounds {held_out}real {values['real_acceptance_length']:.2f} at step {at:,}"
 
 
 class EvaluateView(RunView):

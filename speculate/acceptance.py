@@ -5,7 +5,7 @@ forwards, all rounds of all prompts alike. That is what decides the speed-up. z-
 within an answer and then over answers, so that a short answer weighs as much as a long one; it is given beside it. The
 first token of an answer comes from reading the prompt and counts in neither. A round cut by a stop token or by the
 length limit counts with what it produced, as in z-lab's code. A replay knows the length of a round at every token, too:
-the mean over all of these weighs text by its length, not by its rounds; so does the one of training steps.
+the mean over all of these weighs text by its length, not by its rounds.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def _summary(result: dict[str, Any]) -> Table:
     if result["acceptance_length_over_anchors"] is not None:
         summary.add_row(
             "  mean over anchors",
-            f"{_number(result['acceptance_length_over_anchors'])}  as training averages its steps",
+            f"{_number(result['acceptance_length_over_anchors'])}  of a round at every token",
         )
     summary.add_row("block size", f"{result['block_size']}  ({result['block_size'] - 1} drafts a round)")
     answers = "" if result["num_answers"] == result["num_prompts"] else f"{result['num_answers']:,} answers, "

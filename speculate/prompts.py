@@ -11,6 +11,7 @@ every checkpoint lists: so another answer to a trained question counts as traine
 from __future__ import annotations
 
 import heapq
+import json
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,7 +39,8 @@ REASON = "{}\nPlease reason step by step, and put your final answer within \\box
 NUM_NAMED = 3
 """Prompts that a message quotes."""
 SPARE = 16
-"""Times the limit: candidates that are kept, for data given as token ids are known as trained on only once rendered."""
+"""Times the limit: candidates that are kept, more where these are used up. Rows may repeat one another, and data given as
+token ids are known as trained on only once rendered."""
 Rows = Iterator[tuple[list[list[Message]], Any, str | None]]
 
 
@@ -131,8 +133,8 @@ def read_prompts(
 ) -> PromptSet:
     """Of each source at most `limit` prompts with at most `max_turns` turns; the first turn has at most `max_tokens`.
 
-    `limit` prompts are a sample of all, by the hash of their first question: the same each time, whatever the order of
-    the rows, which in many files is one of length or topic. They stand in the order of the rows.
+    `limit` prompts are a sample of all, by a hash of what they ask: the same each time, whatever the order of the rows,
+    which in many files is one of length or topic. They stand in the order of the rows, and none is there twice.
 
     Prompts of `trained_groups` are left out before the limit counts, unless allowed (`way_out` says how); rows that ask
     nothing count nowhere. Raises InputError for sources that cannot be read, and where no prompt is left of one.
@@ -143,33 +145,56 @@ def read_prompts(
     opened = {source: _open(source, split) for source in dict.fromkeys(sources)}
     chat = renderer()
     for source, rows in opened.items():
-        out = _LeftOut()
-        candidates = _candidates(source, rows, max_turns, () if allow_trained else trained_groups, out)
-        chosen = candidates if limit is None else heapq.nsmallest(SPARE * limit, candidates)
-        taken: list[tuple[int, Prompt]] = []
-        for _place, number, bare in chosen:
-            if limit is not None and len(taken) + out.refused >= limit:
+        held_back = () if allow_trained else trained_groups
+        spare = SPARE
+        while True:
+            out = _LeftOut()
+            candidates = _candidates(source, rows, max_turns, held_back, out)
+            chosen = list(candidates) if limit is None else heapq.nsmallest(spare * limit, candidates)
+            taken = _take(chosen, chat, limit, max_tokens, trained_groups, allow_trained, out)
+            if limit is None or len(taken) + out.refused >= limit or len(chosen) < spare * limit:
                 break
-            try:
-                prompt = replace(bare, token_ids=encode(chat, bare.turns[0], bare.tools))
-            except (RowError, UnicodeEncodeError) as error:
-                out.refusal, out.refused = error, out.refused + 1
-                continue
-            if max_tokens is not None and len(prompt.token_ids) > max_tokens:
-                out.refused, out.longest = out.refused + 1, max(out.longest, len(prompt.token_ids))
-                continue
-            if any(group in trained_groups for group in prompt.groups):
-                out.note_trained(prompt)
-                if not allow_trained:
-                    continue
-            taken.append((number, prompt))
+            spare *= SPARE
+            rows = _open(source, split)
         if not taken:
             raise InputError(_nothing_left(way_out, source, out, max_tokens))
-        found += [prompt for _number, prompt in sorted(taken, key=lambda entry: entry[0])]
+        found += taken
         trained += out.trained
         num_trained += out.num_trained
         num_skipped += out.unread + out.refused
     return PromptSet(found, num_trained, trained[:NUM_NAMED], num_skipped)
+
+
+def _take(
+    chosen: Sequence[tuple[int, int, Prompt]],
+    chat: ChatRenderer,
+    limit: int | None,
+    max_tokens: int | None,
+    trained_groups: Collection[int],
+    allow_trained: bool,
+    out: _LeftOut,
+) -> list[Prompt]:
+    """Those candidates that can be asked, rendered, in the order of the rows; at most `limit` with those that cannot."""
+    taken: list[tuple[int, Prompt]] = []
+    before = None
+    for place, number, bare in chosen:
+        if limit is not None and (place == before or len(taken) + out.refused >= limit):
+            continue
+        before = place
+        try:
+            prompt = replace(bare, token_ids=encode(chat, bare.turns[0], bare.tools))
+        except (RowError, UnicodeEncodeError) as error:
+            out.refusal, out.refused = error, out.refused + 1
+            continue
+        if max_tokens is not None and len(prompt.token_ids) > max_tokens:
+            out.refused, out.longest = out.refused + 1, max(out.longest, len(prompt.token_ids))
+            continue
+        if any(group in trained_groups for group in prompt.groups):
+            out.note_trained(prompt)
+            if not allow_trained:
+                continue
+        taken.append((number, prompt))
+    return [prompt for _number, prompt in sorted(taken, key=lambda entry: entry[0])]
 
 
 @dataclass
@@ -208,7 +233,7 @@ def _candidates(
         if any(group in trained_groups for group in groups):
             out.note_trained(prompt)
         else:
-            yield groups[0], number, prompt
+            yield hash_id(json.dumps([prompt.turns, tools], default=str).encode()), number, prompt
 
 
 def encode(renderer: ChatRenderer, messages: list[Message], tools: Any) -> list[int]:

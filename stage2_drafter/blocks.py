@@ -65,25 +65,18 @@ def sample_anchors(
     return _filled_up(candidates, num_anchors)
 
 
-def sample_stretches(
+def sample_stretch(
     loss_mask: Array, document_ids: Array, num_anchors: int, rng: np.random.Generator
 ) -> tuple[Array, Array]:
-    """All candidates of documents drawn at random, so that rounds can be walked from anchor to anchor: as `sample_anchors`.
+    """Candidates next to each other, so that rounds can be walked from anchor to anchor; as `sample_anchors` returns them.
 
-    Of the last document, where not all of its candidates fit, a stretch that begins anywhere.
+    The stretch begins anywhere and goes on at the row's start, so each candidate is as likely as any other.
     """
     candidates = anchor_candidates(loss_mask, document_ids)
-    documents = document_ids[candidates]
-    chosen: list[Array] = []
-    left = num_anchors
-    for document in rng.permutation(np.unique(documents)):
-        own = candidates[documents == document]
-        first = rng.integers(max(len(own) - left, 0) + 1)
-        chosen.append(own[first : first + left])
-        left -= len(chosen[-1])
-        if not left:
-            break
-    return _filled_up(np.sort(np.concatenate([candidates[:0], *chosen])), num_anchors)
+    if len(candidates) > num_anchors:
+        places = rng.integers(len(candidates)) + np.arange(num_anchors)
+        candidates = np.sort(candidates[places % len(candidates)])
+    return _filled_up(candidates, num_anchors)
 
 
 def labels_left(loss_mask: Array, document_ids: Array) -> Array:

@@ -108,7 +108,7 @@ class TrainConfig:
     evaluate_prompts: str | None = None
     """Prompts for that, as in `dflash evaluate --data`; those of the training data are left out."""
     evaluate_prompts_limit: int = 8
-    """Prompts of these, a sample by the hash of the first question."""
+    """Prompts of these, a sample by a hash of what they ask."""
     evaluate_new_tokens: int = 128
     """Tokens decoded for each of them, greedily."""
     save_every: int = 1000

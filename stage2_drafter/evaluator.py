@@ -44,8 +44,8 @@ class Evaluator:
 
     @torch.no_grad()
     def held_out(self) -> dict[str, Any] | None:
-        """The held-out rows, the same ones with the same anchors each time, at all tokens of whole answers, over which rounds
-        are walked; None where nothing is held out."""
+        """The held-out rows, the same ones with the same anchors each time, next to each other, over which rounds are walked;
+        None where nothing is held out."""
         holdout, rank = self._run.holdout, self._rank
         if not holdout.rows:
             return None

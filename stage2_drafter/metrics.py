@@ -17,11 +17,24 @@ from torch import Tensor
 
 from dflash_train.stage2_drafter.events import describe_waiting
 from dflash_train.stage2_drafter.loss import DraftStatistics, describe_statistics, draft_statistics
-from dflash_train.stage2_drafter.rounds import count_rounds
+from dflash_train.stage2_drafter.rounds import count_rounds, tokens_produced
 from dflash_train.stage2_drafter.row_loader import Row
 from dflash_train.units import format_count
 
-_SCALARS = ("weight", "weighted_loss", "loss", "slots", "tokens", "wait_seconds", "stop", "bad", "rounds", "produced")
+_SCALARS = (
+    "weight",
+    "weighted_loss",
+    "loss",
+    "slots",
+    "tokens",
+    "wait_seconds",
+    "stop",
+    "bad",
+    "rounds",
+    "produced",
+    "anchors",
+    "at_anchors",
+)
 
 
 class StepSums:
@@ -54,16 +67,18 @@ class StepSums:
         values[self._bad_rows][place] += (~torch.isfinite(weighted)).double()
 
     def add_rounds(self, row: Row) -> None:
-        """Walk the rounds of the row that was added last, whose anchors are those of whole answers; waits for the device."""
+        """Walk the rounds of the row that was added last, whose anchors lie next to each other; waits for the device."""
         assert self._accepted is not None, "no row was added"
         accepted = self._accepted.to(torch.int64).cumprod(-1).sum(-1).cpu().numpy()
         valid = row.blocks.valid
-        rounds, produced = count_rounds(row.blocks.anchor[valid], accepted[valid], row.left[valid])
-        self.add("rounds", rounds)
-        self.add("produced", produced)
+        at_anchors = tokens_produced(accepted[valid], row.left[valid])
+        rounds, produced = count_rounds(row.blocks.anchor[valid], at_anchors)
+        for name, value in (("rounds", rounds), ("produced", produced), ("anchors", len(at_anchors))):
+            self.add(name, value)
+        self.add("at_anchors", int(at_anchors.sum()))
 
     def add(self, name: str, value: float | Tensor) -> None:
-        """Add to one of the scalars: tokens, wait_seconds, stop, bad, rounds, produced."""
+        """Add to one of the scalars."""
         self._values[_SCALARS.index(name)] += value
 
     def reduced(self, world: int) -> "StepNumbers":
@@ -92,6 +107,8 @@ class StepNumbers:
     bad: float
     rounds: float
     produced: float
+    anchors: float
+    at_anchors: float
     statistics: DraftStatistics
     bad_rows: list[int]
 
@@ -99,16 +116,19 @@ class StepNumbers:
         """Loss, acceptance length (bonus token included) and accuracy of slots 1 … K - 1.
 
         Teacher-forced on the data: a proxy for what speculative decoding accepts, not that itself. The acceptance length is
-        the mean over rounds where they were walked, and that over anchors beside it; else over anchors alone. None where
-        nothing was counted, or where the loss is not finite.
+        the mean over rounds where they were walked, and that over anchors beside it, both as `dflash evaluate --replay` has
+        them; else the mean over anchors, where drafts past an answer's end count as one more. None where nothing was
+        counted, or where the loss is not finite.
         """
         statistics = self.statistics
-        over_anchors = _finite(statistics.estimated_acceptance, 1)
+        over_anchors = _finite(self.at_anchors, self.anchors)
         walked = {"acceptance_length_over_anchors": over_anchors, "rounds": int(self.rounds)} if self.rounds else {}
         return {
             "loss": _finite(self.weighted_loss, self.weight),
             "cross_entropy": _finite(self.loss, self.slots),
-            "acceptance_length": _finite(self.produced, self.rounds) if self.rounds else over_anchors,
+            "acceptance_length": _finite(self.produced, self.rounds)
+            if self.rounds
+            else _finite(statistics.estimated_acceptance, 1),
             **walked,
             "accuracy": [_finite(share, 1) for share in statistics.accuracy_by_slot],
         }

@@ -23,7 +23,7 @@ from dflash_train.stage2_drafter.blocks import (
     labels_left,
     make_blocks,
     sample_anchors,
-    sample_stretches,
+    sample_stretch,
 )
 from dflash_train.stage2_drafter.rows import ANCHOR_STREAM, HoldoutRows, RowKey, RowSchedule
 from dflash_train.store.reader import StoreReader
@@ -145,10 +145,10 @@ class RowBuilder:
     def _blocks(
         self, key: RowKey | None, token_ids: np.ndarray, loss_mask: np.ndarray, documents: np.ndarray
     ) -> Blocks:
-        """Training rows have anchors at random, held-out rows those of whole answers."""
+        """Training rows have anchors at random, held-out rows a stretch of them."""
         epoch, number, holdout = key or RowKey(0, 0)
         rng = np.random.default_rng((self.seed, ANCHOR_STREAM, epoch, number, int(holdout)))
-        sample = sample_stretches if holdout else sample_anchors
+        sample = sample_stretch if holdout else sample_anchors
         anchors, valid = sample(loss_mask, documents, self.num_anchors, rng)
         return make_blocks(token_ids, loss_mask, documents, anchors, valid, self.block_size, self.mask_token_id)
 

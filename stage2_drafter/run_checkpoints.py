@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,17 @@ def newest_checkpoint(run: Path) -> Checkpoint | None:
     return checkpoints[-1] if checkpoints else None
 
 
+class Measure(IntEnum):
+    """What an acceptance length is a mean over; of one run a later one goes before an earlier one."""
+
+    ANCHORS = 0
+    """Held-out anchors at random: of checkpoints from before estimates walked rounds."""
+    ROUNDS = 1
+    """Rounds walked over held-out answers."""
+    DECODED = 2
+    """Rounds of real decoding."""
+
+
 def best_checkpoint(run: Path) -> Checkpoint | None:
     """The checkpoint with the largest acceptance length, by real decoding where there was any; None where none was evaluated."""
     scored = [(evaluation_score(checkpoint), checkpoint) for checkpoint in list_checkpoints(run)]
@@ -39,23 +51,25 @@ def best_checkpoint(run: Path) -> Checkpoint | None:
     return max(known, key=lambda item: item[0])[1] if known else None
 
 
-def evaluation_score(checkpoint: Checkpoint) -> tuple[bool, float] | None:
-    """Whether the checkpoint was measured by real decoding, and its acceptance length by that, else as estimated.
+def evaluation_score(checkpoint: Checkpoint) -> tuple[Measure, float] | None:
+    """How the checkpoint was measured, and its acceptance length by that; None without an evaluation that can be read.
 
-    So of a run some of whose checkpoints were measured, only those compete.
+    So of a run some of whose checkpoints were decoded for real, only those compete.
     """
     try:
         return score_of(checkpoint.state().evaluation)
-    except InputError:
+    except (InputError, TypeError, ValueError):
         return None
 
 
-def score_of(evaluation: Mapping[str, Any] | None) -> tuple[bool, float] | None:
+def score_of(evaluation: Mapping[str, Any] | None) -> tuple[Measure, float] | None:
     """The score of an evaluation; see `evaluation_score`."""
-    for name in ("real_acceptance_length", "acceptance_length"):
-        score = (evaluation or {}).get(name)  # None as well where the loss was not finite
+    values = evaluation or {}
+    estimated = Measure.ROUNDS if "rounds" in values else Measure.ANCHORS
+    for measure, name in ((Measure.DECODED, "real_acceptance_length"), (estimated, "acceptance_length")):
+        score = values.get(name)  # None as well where the loss was not finite
         if score is not None:
-            return name.startswith("real"), float(score)
+            return measure, float(score)
     return None
 
 
@@ -83,12 +97,14 @@ def worse_than_best(path: Path) -> tuple[str, str] | None:
     """That the newest checkpoint of the run `path` lies below the best one there, and the way out, a sentence each; None
     where it does not, where that is not known, and for a drafter's folder."""
     newest, best = newest_checkpoint(path), best_checkpoint(path)
-    if newest is None or best is None:
+    if newest is None or best is None or (path / WEIGHTS_FILE).is_file():
         return None
     measured, most = evaluation_score(newest), evaluation_score(best)
     if measured is None or most is None or measured[0] != most[0] or measured[1] >= (1 - LEAST_LOSS) * most[1]:
         return None
-    kind = "real acceptance length" if most[0] else "held-out estimate"
+    if _measured_on(newest) != _measured_on(best):
+        return None
+    kind = "real acceptance length" if most[0] is Measure.DECODED else "held-out estimate"
     found = (
         f"the newest checkpoint, step {newest.step:,}, is worse than step {best.step:,}: {kind} {measured[1]:.3f} against "
         f"{most[1]:.3f}."
@@ -97,6 +113,13 @@ def worse_than_best(path: Path) -> tuple[str, str] | None:
         found,
         f"Take {best.path}; more samples, fewer steps or a smaller --lr keep it from learning samples by heart.",
     )
+
+
+def _measured_on(checkpoint: Checkpoint) -> tuple[Any, ...]:
+    """What must be alike for two checkpoints' scores to be of the same data: under --follow more may come to be held out."""
+    state = checkpoint.state()
+    values = state.evaluation or {}
+    return state.rounds, values.get("rows"), values.get("real_prompts")
 
 
 def find_drafter(path: Path) -> Path:

@@ -37,7 +37,7 @@ from dflash_train.stage2_drafter.preparation import PreparedRun
 from dflash_train.stage2_drafter.row_forward import RowForward
 from dflash_train.stage2_drafter.row_loader import Row, RowBuffer, RowBuilder, RowLoader
 from dflash_train.stage2_drafter.rows import RowKey
-from dflash_train.stage2_drafter.run_checkpoints import prune_checkpoints
+from dflash_train.stage2_drafter.run_checkpoints import prune_checkpoints, worse_than_best
 from dflash_train.stage2_drafter.run_folder import rewind_metrics
 from dflash_train.stage2_drafter.versions import package_versions
 
@@ -115,6 +115,8 @@ class Trainer:
         load_masters(self.named, initial.masters, initial.folder)
         self.run.training_groups()  # under torchrun nobody has read the drafter's own list yet: better now than at a save
         self.report(initial.describe())
+        if (worse := worse_than_best(path)) is not None:
+            self.report(f"warning: {' '.join(worse)}")
 
     def save(self) -> Checkpoint | None:
         """Write a checkpoint and drop old ones, on rank 0; the others go on and wait at the next step's all-reduce."""

@@ -128,7 +128,7 @@ def test_training_says_the_numbers_and_the_time_left_of_a_step() -> None:
         assert part in text
     evaluation = {"acceptance_length": 3.1, "real_acceptance_length": 2.95}
     view.take(replace(step_done(3), evaluation=(500, evaluation)))
-    assert "over anchors, teacher-forced; held out 3.10, real 2.95 at step 500" in draw(view)
+    assert "over anchors; over rounds held out 3.10, real 2.95 at step 500" in draw(view)
 
 
 def test_evaluation_draws_the_running_acceptance_length() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dflash_train.errors import InputError
-from dflash_train.speculate.prompts import BENCHMARKS, PromptSet, name_prompts, read_prompts, source_labels
+from dflash_train.speculate.prompts import BENCHMARKS, SPARE, PromptSet, name_prompts, read_prompts, source_labels
 from dflash_train.stage1_target.conversations import first_turn_group
 from dflash_train.stage1_target.sample_table import hash_tokens
 from dflash_train.stage1_target.tokenization import ChatRenderer
@@ -170,12 +170,21 @@ def test_a_limit_takes_a_sample_that_the_order_of_the_rows_does_not_change(read:
 
 
 def test_a_sample_is_filled_up_where_data_of_token_ids_turns_out_to_be_trained_on(read: Read, tmp_path: Path) -> None:
-    data = write_lines(tmp_path / "a.jsonl", [{"prompt": f"question {number}"} for number in range(20)])
-    first = read(data, limit=4).prompts
-    trained = {hash_tokens(np.asarray(prompt.token_ids, np.int32)) for prompt in first}
-    found = read(data, limit=4, trained_groups=trained)
-    assert len(found.prompts) == 4 and not {p.text for p in found.prompts} & {p.text for p in first}
-    assert found.num_trained == 4 and {prompt.text for prompt in found.trained} < {prompt.text for prompt in first}
+    data = write_lines(tmp_path / "a.jsonl", [{"prompt": f"question {number}"} for number in range(60)])
+    everything = read(data).prompts
+    trained = {hash_tokens(np.asarray(prompt.token_ids, np.int32)) for prompt in everything[3:]}
+    found = read(data, limit=3, trained_groups=trained)
+    assert 3 * SPARE < 57, "more than are kept at first"
+    assert [prompt.text for prompt in found.prompts] == [prompt.text for prompt in everything[:3]]
+    assert found.num_trained >= len(found.trained) == 3, "those that were rendered on the way"
+
+
+def test_a_sample_has_no_prompt_twice_and_knows_follow_ups_apart(read: Read, tmp_path: Path) -> None:
+    again = [{"turns": ["again", f"and {number}"]} for number in range(100)]
+    data = write_lines(tmp_path / "a.jsonl", [*again, {"turns": ["other", "?"]}])
+    assert len({tuple(asked) for asked in questions(read(data, limit=8))}) == 8
+    assert sorted(questions(read(data, limit=2, max_turns=1))) == [["again"], ["other"]]
+    assert len(read(data, max_turns=1).prompts) == 101, "all are asked where all are wanted"
 
 
 def test_what_was_trained_on_is_left_out_before_the_limit_counts(read: Read, tmp_path: Path) -> None:

@@ -195,7 +195,8 @@ def test_the_estimate_is_the_acceptance_length_of_greedy_decoding_on_the_targets
     drafter = Drafter(run.drafter_config, seed=None)
     drafter.load_state_dict(list_checkpoints(config.run)[-1].masters())
     drafter.requires_grad_(False)
-    at_anchors, rounds, produced = [], 0, 0
+    at_anchors: list[int] = []
+    rounds = produced = 0
     for index in np.flatnonzero(run.held_out()):
         sample = run.reader.read(int(index))
         first = int(sample.loss_mask.argmax())
@@ -209,8 +210,8 @@ def test_the_estimate_is_the_acceptance_length_of_greedy_decoding_on_the_targets
             gain = 0
             while gain < min(len(drafted), len(following)) and drafted[gain] == following[gain]:
                 gain += 1
-            at_anchors.append(gain + 1)
             gains.append(min(gain + 1, len(following)))
+        at_anchors += gains
         place = 0
         while place < len(gains):
             rounds, produced, place = rounds + 1, produced + gains[place], place + gains[place]
@@ -218,7 +219,7 @@ def test_the_estimate_is_the_acceptance_length_of_greedy_decoding_on_the_targets
     assert len(at_anchors) == 23 * run.held_out().sum(), "an anchor at every token but the last"
     assert (found["rounds"], found["acceptance_length"]) == (rounds, pytest.approx(produced / rounds))
     assert found["acceptance_length_over_anchors"] == pytest.approx(sum(at_anchors) / len(at_anchors))
-    assert 1.1 < found["acceptance_length"] < found["acceptance_length_over_anchors"]
+    assert found["acceptance_length"] > 1.1
 
 
 def test_measuring_changes_nothing_in_the_training(make_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
@@ -705,12 +706,17 @@ def test_all_that_take_the_newest_checkpoint_say_where_an_earlier_one_was_better
     train(config, report=lines.append)
     [first] = list_checkpoints(config.run)
     assert not any("is worse than" in line for line in lines)
-    record_evaluation(first, {"acceptance_length": 9.0})
+    record_evaluation(first, {**(first.state().evaluation or {}), "acceptance_length": 9.0})
     train(replace(config, steps=2), report=lines.append)
     said = "step 2, is worse than step 1: held-out estimate 1."
     assert (
         lines[-1].startswith("warning: the newest checkpoint, ") and said in lines[-1] and str(first.path) in lines[-1]
     )
+    next_run = make_config(
+        run=tmp_path / "next", steps=1, init_from=config.run, evaluate_target=None, evaluate_prompts=None
+    )
+    run_rank(next_run, 0, 1, "cpu", "", lines.append, lambda: False)
+    assert sum(said in line for line in lines) == 2, "of the run whose weights it starts with"
     target, notes = TargetConfig(name=str(tiny_target("llama"))), list[Any]()
     prompts = (write_prompts(tmp_path / "asked.jsonl", ["What is new?"]),)
     for drafter in (config.run, first.path):

@@ -24,6 +24,7 @@ from dflash_train.stage2_drafter.checkpoint import (
 )
 from dflash_train.stage2_drafter.drafter import Drafter, DrafterConfig, load_drafter
 from dflash_train.stage2_drafter.run_checkpoints import (
+    Measure,
     best_checkpoint,
     evaluation_score,
     list_checkpoints,
@@ -208,6 +209,27 @@ def test_an_estimate_is_not_held_against_a_real_acceptance_length(tmp_path: Path
     assert told is not None and "real acceptance length 2.000 against 2.500." in told[0]
 
 
+def test_only_scores_of_one_kind_and_of_the_same_data_are_compared(tmp_path: Path, drafter: Drafter) -> None:
+    for step in (1, 2):
+        save(tmp_path, drafter, step, 1.5)
+    first, second = list_checkpoints(tmp_path)
+    record_evaluation(first, {"acceptance_length": 9.0})  # of before rounds were walked
+    record_evaluation(second, {"acceptance_length": 2.0, "rounds": 5, "rows": 1})
+    assert worse_than_best(tmp_path) is None and best_checkpoint(tmp_path) == second
+    record_evaluation(first, {"acceptance_length": 9.0, "rounds": 5, "rows": 2})
+    assert worse_than_best(tmp_path) is None and best_checkpoint(tmp_path) == first, "of other held-out rows"
+    record_evaluation(first, {"acceptance_length": 9.0, "rounds": 5, "rows": 1})
+    assert worse_than_best(tmp_path) is not None
+    (tmp_path / "model.safetensors").touch()
+    assert worse_than_best(tmp_path) is None, "then the folder is the drafter, and its checkpoints are not asked"
+
+
+def test_an_evaluation_that_is_none_has_no_score(tmp_path: Path, drafter: Drafter) -> None:
+    save(tmp_path, drafter, 1, 1.5)
+    record_evaluation(list_checkpoints(tmp_path)[0], {"acceptance_length": "much"})
+    assert evaluation_score(list_checkpoints(tmp_path)[0]) is None and worse_than_best(tmp_path) is None
+
+
 def test_masters_of_another_drafter_are_refused(tmp_path: Path, drafter: Drafter, make_config: Any) -> None:
     other = Drafter(make_config(num_hidden_layers=1, intermediate_size=7), seed=1)
     with pytest.raises(InputError, match=r"mlp.gate_proj.weight is of shape \[48, 32\].* needs \[7, 32\]"):
@@ -363,11 +385,12 @@ def test_no_crash_point_leaves_half_an_evaluation_that_came_later(
             found.append(evaluation_score(checkpoint))
             assert check_whole(run, drafter) == [1]
             record_evaluation(checkpoint, {"real_acceptance_length": 3.5})
-            assert evaluation_score(checkpoint) == (True, 3.5)
+            assert evaluation_score(checkpoint) == (Measure.DECODED, 3.5)
             last += 1
         else:
             break
-    assert last >= 5 and set(found) <= {(False, 1.5), (True, 2.5)} and evaluation_score(checkpoint) == (True, 2.5)
+    assert last >= 5 and set(found) <= {(Measure.ANCHORS, 1.5), (Measure.DECODED, 2.5)}
+    assert evaluation_score(checkpoint) == (Measure.DECODED, 2.5)
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "7"])
