@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -69,16 +70,6 @@ def test_a_stretch_is_candidates_next_to_each_other_round_the_row(seed: int) -> 
     assert sample_stretch(loss_mask, document_ids, 60, rng)[0][: len(candidates)].tolist() == candidates
 
 
-def test_a_stretch_holds_every_candidate_equally_often() -> None:
-    _, _, loss_mask, document_ids = random_row(4)
-    candidates = anchor_candidates(loss_mask, document_ids)
-    rng = np.random.default_rng(0)
-    drawn = np.concatenate([sample_stretch(loss_mask, document_ids, 4, rng)[0] for _ in range(3000)])
-    share = np.bincount(drawn, minlength=50)[candidates] / 3000
-    expected = 4 / len(candidates)
-    assert np.abs(share - expected).max() < 5 * np.sqrt(expected / 3000)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_labels_left_counts_to_the_end_of_the_answer(seed: int) -> None:
     _, _, loss_mask, document_ids = random_row(seed)
@@ -93,11 +84,12 @@ def test_labels_left_counts_to_the_end_of_the_answer(seed: int) -> None:
         assert left == following
 
 
-def test_every_candidate_is_drawn_equally_often() -> None:
+@pytest.mark.parametrize("sample", [sample_anchors, sample_stretch])
+def test_every_candidate_is_drawn_equally_often(sample: Callable[..., Any]) -> None:
     _, _, loss_mask, document_ids = random_row(4)
     candidates = anchor_candidates(loss_mask, document_ids)
     rng = np.random.default_rng(0)
-    drawn = np.concatenate([sample_anchors(loss_mask, document_ids, 4, rng)[0] for _ in range(3000)])
+    drawn = np.concatenate([sample(loss_mask, document_ids, 4, rng)[0] for _ in range(3000)])
     share = np.bincount(drawn, minlength=50)[candidates] / 3000
     expected = 4 / len(candidates)
     assert np.abs(share - expected).max() < 5 * np.sqrt(expected / 3000)
