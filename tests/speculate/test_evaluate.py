@@ -516,7 +516,11 @@ def test_a_signal_leaves_the_result_of_the_finished_prompts(
         if isinstance(event, Decoded) and event.num_prompts == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
-    config = replace(config, prompts=(write_prompts(tmp_path, ["a"], ["b"], *[["c"]] * 30),), compare_plain=False)
+    config = replace(
+        config,
+        prompts=(write_prompts(tmp_path, ["a"], ["b"], *[[f"c{number}"] for number in range(30)]),),
+        compare_plain=False,
+    )
     result = evaluate(config, stop, () if devices == "here" else parse_devices(devices))
     assert result["interrupted"]
     assert 2 <= result["num_prompts"] < 32
