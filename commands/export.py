@@ -54,6 +54,6 @@ def export(
     if target is not None:
         config = TargetConfig(name=target, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code)
     if (worse := worse_than_best(drafter)) is not None:
-        click.echo(f"warning: {' '.join(worse)}", err=True)
+        click.echo(f"warning: {worse}", err=True)
     result = export_drafter(drafter, folder, format_name=format_name, store=store, target=config)
     show(result, format_export(result), as_json, None)

@@ -189,7 +189,7 @@ def evaluate(
     device = None if devices else config.resolve_device()
     folder = find_drafter(config.drafter)
     if (worse := worse_than_best(config.drafter)) is not None:
-        report(f"warning: {' '.join(worse)}")
+        report(f"warning: {worse}")
     drafter_config = load_drafter_config(folder)
     model_config = load_model_config(config.target)
     check_drafter_fits(drafter_config, model_config)

@@ -68,7 +68,7 @@ class StepSums:
 
     def add_rounds(self, row: Row) -> None:
         """Walk the rounds of the row that was added last, whose anchors lie next to each other; waits for the device."""
-        assert self._accepted is not None, "no row was added"
+        assert self._accepted is not None and row.left is not None, "a held-out row was added"
         accepted = self._accepted.to(torch.int64).cumprod(-1).sum(-1).cpu().numpy()
         valid = row.blocks.valid
         at_anchors = tokens_produced(accepted[valid], row.left[valid])

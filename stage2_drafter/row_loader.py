@@ -63,8 +63,8 @@ class Row:
     """int64 [N]: places of the slots that count in the loss within the A·K slots of the row."""
     labels: np.ndarray
     """int64 [N]: their labels."""
-    left: np.ndarray
-    """int64 [A]: tokens of its answer after each anchor, 0 for dummies."""
+    left: np.ndarray | None
+    """int64 [A]: tokens of its answer after each anchor, of held-out rows."""
     buffer: RowBuffer
 
 
@@ -129,7 +129,7 @@ class RowBuilder:
             blocks=blocks,
             slots=slots,
             labels=blocks.labels.reshape(-1)[slots],
-            left=np.where(blocks.valid, labels_left(loss_mask, documents)[blocks.anchor], 0),
+            left=labels_left(loss_mask, documents)[blocks.anchor] if key is not None and key.holdout else None,
             buffer=buffer,
         )
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dflash_train.errors import InputError
 from dflash_train.stage2_drafter.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Checkpoint
@@ -93,9 +93,19 @@ def prune_checkpoints(run: Path, keep: int, files: Files | None = None) -> list[
     return removed
 
 
-def worse_than_best(path: Path) -> tuple[str, str] | None:
-    """That the newest checkpoint of the run `path` lies below the best one there, and the way out, a sentence each; None
-    where it does not, where that is not known, and for a drafter's folder."""
+class Overtaken(NamedTuple):
+    """That a run's newest checkpoint lies below its best one, and the way out: a sentence each."""
+
+    found: str
+    way_out: str
+
+    def __str__(self) -> str:
+        return f"{self.found} {self.way_out}"
+
+
+def worse_than_best(path: Path) -> Overtaken | None:
+    """Whether the newest checkpoint of the run `path` lies below the best one there; None where it does not, where that is
+    not known, and for a drafter's folder."""
     newest, best = newest_checkpoint(path), best_checkpoint(path)
     if newest is None or best is None or (path / WEIGHTS_FILE).is_file():
         return None
@@ -109,10 +119,8 @@ def worse_than_best(path: Path) -> tuple[str, str] | None:
         f"the newest checkpoint, step {newest.step:,}, is worse than step {best.step:,}: {kind} {measured[1]:.3f} against "
         f"{most[1]:.3f}."
     )
-    return (
-        found,
-        f"Take {best.path}; more samples, fewer steps or a smaller --lr keep it from learning samples by heart.",
-    )
+    way_out = f"Take {best.path}; more samples, fewer steps or a smaller --lr keep it from learning samples by heart."
+    return Overtaken(found, way_out)
 
 
 def _measured_on(checkpoint: Checkpoint) -> tuple[Any, ...]:

@@ -298,7 +298,7 @@ def _finish(config: TrainConfig, total_steps: int | None, stopped: bool, report:
     if stopped:
         report(f"stopped at step {result.step} of {result.total_steps}; run again to go on")
     elif (worse := worse_than_best(config.run)) is not None:
-        report(f"warning: {' '.join(worse)}")
+        report(f"warning: {worse}")
     return result
 
 

@@ -116,7 +116,7 @@ class Trainer:
         self.run.training_groups()  # under torchrun nobody has read the drafter's own list yet: better now than at a save
         self.report(initial.describe())
         if (worse := worse_than_best(path)) is not None:
-            self.report(f"warning: {' '.join(worse)}")
+            self.report(f"warning: {worse}")
 
     def save(self) -> Checkpoint | None:
         """Write a checkpoint and drop old ones, on rank 0; the others go on and wait at the next step's all-reduce."""
