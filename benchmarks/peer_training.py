@@ -45,7 +45,7 @@ from torch.nn import functional as F
 
 from dflash_train.benchmarks.peers import frozen_modules, import_specforge
 from dflash_train.errors import InputError
-from dflash_train.stage2_drafter.blocks import TILE, Blocks, anchor_candidates
+from dflash_train.stage2_drafter.blocks import TILE, Blocks, anchor_candidates, equal_shares
 from dflash_train.stage2_drafter.checkpoint import (
     CONFIG_FILE,
     GROUPS,
@@ -111,21 +111,6 @@ class Batch:
     """int64 [B], anchors that each conversation gets."""
 
 
-def share_anchors(num_candidates: Array, total: int) -> Array:
-    """Anchors of each conversation, int64 [B]: as many in all as `total`, at most its candidates, else equal but for one.
-
-    num_candidates int [B]; `total` is at most their sum.
-    """
-    assert 0 <= total <= num_candidates.sum(), "more anchors than candidates"
-    each = 0
-    while np.minimum(num_candidates, each).sum() < total:
-        each += 1
-    shares: Array = np.minimum(num_candidates, each).astype(np.int64)
-    surplus = int(shares.sum()) - total
-    shares[np.flatnonzero(shares == each)[:surplus]] -= 1
-    return shares
-
-
 def unpack(blocks: TokenBlocks, multiple: int) -> Batch | None:
     """The batch of a packed row, T a multiple of `multiple`; None where no conversation has a candidate for an anchor."""
     candidates = anchor_candidates(blocks.loss_mask, blocks.document_ids)
@@ -140,7 +125,7 @@ def unpack(blocks: TokenBlocks, multiple: int) -> Batch | None:
     return Batch(
         index=np.where(inside, first[:, None] + place, 0),
         inside=inside,
-        num_anchors=share_anchors(num_candidates, int(blocks.valid.sum())),
+        num_anchors=equal_shares(num_candidates, int(blocks.valid.sum())),
     )
 
 
@@ -353,6 +338,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         seed=options.seed,
         holdout=options.holdout,
         fraction=options.fraction,
+        loss="decay",
         save_every=max(options.steps, 1),
         evaluate_every=max(options.steps, 1),
         log_every=max(options.steps // 20, 1),

@@ -275,7 +275,7 @@ class Benchmark:
             return
         words = ["train-drafter", *self._shared_words(variant, seed, run), "--evaluate-every", options.steps]
         words += ["--save-every", options.steps, "--keep", 1, "--log-every", 100, "--log-json"]
-        self.dflash(log, *words, *options.train_options, *variant.words)
+        self.dflash(log, *words, "--loss", "decay", *options.train_options, *variant.words)  # the last one holds
 
     def _train_peer(self, variant: Variant, seed: int, run: Path, log: Path) -> None:
         if (run / "model.safetensors").exists():

@@ -55,6 +55,7 @@ PLANS: dict[str, tuple[Variant, ...]] = {
         Variant("layers-3", BASE, ("--num-layers", "3")),
         Variant("layers-1", BASE, ("--num-layers", "1")),
         Variant("dpace", BASE, ("--loss", "dpace")),
+        Variant("by-conversation", BASE, ("--anchors-by", "conversation")),
         Variant("fraction-0.5", BASE, ("--fraction", "0.5")),
         Variant("fraction-0.25", BASE, ("--fraction", "0.25")),
         Variant("fraction-0.1", BASE, ("--fraction", "0.1")),
@@ -63,6 +64,8 @@ PLANS: dict[str, tuple[Variant, ...]] = {
     "peer": (
         Variant(RAW, RAW),
         Variant(SCALED, SCALED),
+        Variant(f"{RAW}-by-conversation", RAW, ("--anchors-by", "conversation")),
+        Variant(f"{SCALED}-by-conversation", SCALED, ("--anchors-by", "conversation")),
         Variant("peer-specforge", SCALED, ("--rule", "specforge", "--features", "raw"), peer=True),
         Variant("peer-scaled", SCALED, ("--rule", "ours", "--features", "scaled"), peer=True),
         Variant("peer-our-labels", SCALED, ("--rule", "ours", "--features", "raw"), peer=True),

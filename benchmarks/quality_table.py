@@ -33,6 +33,7 @@ RECIPES = {
     "Block size": (BASE, "block-8"),
     "Layers of the drafter": (BASE, "layers-3", "layers-1"),
     "Loss": (BASE, "dpace"),
+    "Draw of anchors": (BASE, "by-conversation"),
     "Training data": (BASE, "fraction-0.5", "fraction-0.25", "fraction-0.1"),
     "Whose answers": (BASE, "original-answers"),
 }
@@ -49,6 +50,9 @@ MEANINGS = {
     "layers-3": "3 layers",
     "layers-1": "1 layer",
     "dpace": "D-PACE",
+    "by-conversation": "int8, anchors by conversation",
+    f"{RAW}-by-conversation": "bf16 as tapped (D = 1), anchors by conversation",
+    f"{SCALED}-by-conversation": "bf16 with D, anchors by conversation",
     "fraction-0.5": "half of the samples",
     "fraction-0.25": "a quarter",
     "fraction-0.1": "a tenth",
@@ -61,9 +65,13 @@ BASE_MEANINGS = {
     "Block size": "block 16",
     "Layers of the drafter": "5 layers",
     "Loss": "decay",
+    "Draw of anchors": "int8, anchors by token",
     "Training data": "all samples",
     "Whose answers": "the target's own answers",
 }
+
+OURS = (RAW, f"{RAW}-by-conversation", SCALED, f"{SCALED}-by-conversation", BASE, "by-conversation")
+"""Of our runs those that stand beside SpecForge's, whose draw is by conversation."""
 
 Line = dict[str, Any]
 
@@ -226,7 +234,7 @@ def comparison_table(
 def peer_table(lines: Sequence[Line], peers: Sequence[str]) -> str:
     """Ours against each peer's run: the difference is ours minus theirs, and whether it is equal within its error or more."""
     rows = []
-    for name in (RAW, SCALED, BASE, *peers):
+    for name in (*OURS, *peers):
         own = list(by_seed(lines, name).values())
         if own:
             differences = [

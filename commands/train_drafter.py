@@ -52,6 +52,13 @@ from dflash_train.commands.terminal import Terminal, progress_options
 @click.option("--row-tokens", default=8192, show_default=True, help="Samples are packed into rows of so many tokens.")
 @click.option("--anchors", default=1024, show_default=True, help="Blocks of a row.")
 @click.option(
+    "--anchors-by",
+    type=click.Choice(["token", "conversation"]),
+    default="token",
+    show_default=True,
+    help="Draw them so that each supervised token is as likely, or that each conversation gets as many.",
+)
+@click.option(
     "--rows-per-step",
     default=6,
     show_default=True,
@@ -92,7 +99,11 @@ from dflash_train.commands.terminal import Terminal, progress_options
 @click.option("--decay-ratio", default=0.2, show_default=True, help="Share of the steps that fall, under wsd.")
 @click.option("--min-lr-ratio", default=0.1, show_default=True, help="Last learning rate over the peak.")
 @click.option(
-    "--loss", type=click.Choice(["decay", "dpace"]), default="decay", show_default=True, help="Weights by slot."
+    "--loss",
+    type=click.Choice(["dpace", "decay"]),
+    default="dpace",
+    show_default=True,
+    help="Weights by slot: D-PACE's, or the paper's decay.",
 )
 @click.option("--gamma", type=float, help="Slots over which decay falls by e. Default: the paper's, by block size.")
 @click.option("--dpace-alpha", default=0.5, show_default=True, help="Smoothing of D-PACE.")

@@ -65,6 +65,35 @@ def sample_anchors(
     return _filled_up(candidates, num_anchors)
 
 
+def equal_shares(num_candidates: Array, total: int) -> Array:
+    """Anchors of each document, int64 [D]: `total` in all, none more than its candidates, else equal but for one.
+
+    num_candidates int [D]; `total` is at most their sum. This is SpecForge's draw, a number for each conversation, where all
+    of a row's together have a number.
+    """
+    assert 0 <= total <= num_candidates.sum(), "more anchors than candidates"
+    each = 0
+    while np.minimum(num_candidates, each).sum() < total:
+        each += 1
+    shares: Array = np.minimum(num_candidates, each).astype(np.int64)
+    surplus = int(shares.sum()) - total
+    shares[np.flatnonzero(shares == each)[:surplus]] -= 1
+    return shares
+
+
+def sample_anchors_by_document(
+    loss_mask: Array, document_ids: Array, num_anchors: int, rng: np.random.Generator
+) -> tuple[Array, Array]:
+    """As `sample_anchors`, but every document of the row gets as many (`equal_shares`), whatever its length."""
+    candidates = anchor_candidates(loss_mask, document_ids)
+    if len(candidates) > num_anchors:
+        _, document, counts = np.unique(document_ids[candidates], return_inverse=True, return_counts=True)
+        shuffled = np.lexsort((rng.random(len(candidates)), document))  # document by document, as their candidates are
+        place = np.arange(len(candidates)) - np.repeat(np.cumsum(counts) - counts, counts)
+        candidates = np.sort(candidates[shuffled[place < equal_shares(counts, num_anchors)[document]]])
+    return _filled_up(candidates, num_anchors)
+
+
 def sample_stretch(
     loss_mask: Array, document_ids: Array, num_anchors: int, rng: np.random.Generator
 ) -> tuple[Array, Array]:

@@ -18,6 +18,7 @@ from dflash_train.store.location import CACHE_BYTES, StoreLocation, StoreUrl, lo
 
 SCHEDULES = ("cosine", "wsd", "constant")
 LOSSES = ("decay", "dpace")
+ANCHORS_BY = ("token", "conversation")
 OPTIMIZERS = ("adamw", "muon")
 PRECISIONS = ("bf16", "fp8")
 PAPER_EPOCHS = 6  # DFlash, section 5.1 (arXiv 2602.06036)
@@ -59,6 +60,9 @@ class TrainConfig:
     """S: tokens of a row; samples are packed whole, so at least the longest sample unless `crop`."""
     anchors: int = 1024
     """A: blocks of a row; one anchor in 8 tokens keeps the drafter busier than the context it reads."""
+    anchors_by: str = "token"
+    """How a row's anchors are drawn: token, each supervised token is as likely; conversation, each conversation gets as
+    many, at most its candidates, as in SpecForge (its number is of a conversation)."""
     rows_per_step: int = 6
     """R: rows of an optimizer step over all devices; 6 splits evenly over 1, 2, 3 or 6 devices."""
     crop: bool = False
@@ -88,8 +92,9 @@ class TrainConfig:
     activation_checkpointing: bool = False
     """Keep only the layers' inputs and compute the rest again in the backward pass: less memory, about a third more
     work on the layers."""
-    loss: str = "decay"
-    """decay: weights exp(-(k - 1) / gamma) by slot (the paper's); dpace: arXiv 2605.18810."""
+    loss: str = "dpace"
+    """dpace: a slot weighs what it adds to the expected run of accepted drafts (arXiv 2605.18810); decay: weights
+    exp(-(k - 1) / gamma) by slot (the paper's)."""
     gamma: float | None = None
     """Slots over which the weight falls by e; by default 7, 5, 4 for K = 16, 10, 8 (the paper's), else (K - 1) / 2."""
     dpace_alpha: float = 0.5
@@ -204,9 +209,10 @@ class TrainConfig:
             ("loss", LOSSES),
             ("optimizer", OPTIMIZERS),
             ("precision", PRECISIONS),
+            ("anchors_by", ANCHORS_BY),
         ):
             if getattr(self, name) not in choices:
-                raise InputError(f"--{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
+                raise InputError(f"--{_option(name)} is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
         for name in ("warmup_ratio", "decay_ratio", "min_lr_ratio", "dpace_alpha"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"--{_option(name)} is {getattr(self, name)}; it is a share between 0 and 1.")

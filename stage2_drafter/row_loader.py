@@ -23,6 +23,7 @@ from dflash_train.stage2_drafter.blocks import (
     labels_left,
     make_blocks,
     sample_anchors,
+    sample_anchors_by_document,
     sample_stretch,
 )
 from dflash_train.stage2_drafter.rows import ANCHOR_STREAM, HoldoutRows, RowKey, RowSchedule
@@ -80,6 +81,8 @@ class RowBuilder:
     seed: int
     sources: tuple[RowSchedule, HoldoutRows]
     """Training rows, then held-out rows."""
+    anchors_by: str = "token"
+    """token: each candidate of a row is as likely; conversation: each conversation gets as many anchors."""
 
     def buffer(self, pinned: bool) -> RowBuffer:
         """A new buffer for a row; pinned for copies to CUDA."""
@@ -148,7 +151,8 @@ class RowBuilder:
         """Training rows have anchors at random, held-out rows a stretch of them."""
         epoch, number, holdout = key or RowKey(0, 0)
         rng = np.random.default_rng((self.seed, ANCHOR_STREAM, epoch, number, int(holdout)))
-        sample = sample_stretch if holdout else sample_anchors
+        drawn = sample_anchors_by_document if self.anchors_by == "conversation" else sample_anchors
+        sample = sample_stretch if holdout else drawn
         anchors, valid = sample(loss_mask, documents, self.num_anchors, rng)
         return make_blocks(token_ids, loss_mask, documents, anchors, valid, self.block_size, self.mask_token_id)
 

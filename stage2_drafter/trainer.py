@@ -80,6 +80,7 @@ class Trainer:
             mask_token_id=run.drafter_config.mask_token_id,
             seed=self.config.seed,
             sources=(run.schedule, run.holdout),
+            anchors_by=self.config.anchors_by,
         )
         self.evaluator = Evaluator(run, rank, self.forward, self.builder, self.report, stop_requested, measurement)
         self.growth: Growth | None = None

@@ -43,7 +43,7 @@ def test_plans_share_runs_and_take_whole_seeds_in_turn() -> None:
     runs = quality_plan.expand(("encodings", "recipe", "precision"), (0, 1))
     assert len(runs) == len({(variant.name, seed) for variant, seed in runs})
     seeds = [seed for _, seed in runs]
-    assert seeds == sorted(seeds) and seeds.count(0) == seeds.count(1) == 7 + 8 + 1
+    assert seeds == sorted(seeds) and seeds.count(0) == seeds.count(1) == 7 + 9 + 1
     assert [variant.name for variant, _ in runs][:2] == ["bf16", "bf16-as-tapped"]
     assert [variant.name for variant, _ in quality_plan.expand(("recipe",), (5,), ("dpace",))] == ["dpace"]
     with pytest.raises(SystemExit, match="bf15: no variants of these plans"):
@@ -273,8 +273,8 @@ def test_ours_is_held_against_both_rules_of_the_peer() -> None:
     text = quality_table.format_tables(lines)
     heads = "| τ (seeds) | against SpecForge 0.2.0's step, its labels | against SpecForge 0.2.0's step, our labels |"
     assert heads in text and "### Encodings" not in text
-    [tapped] = [row for row in text.splitlines() if row.startswith("| ours, bf16 as tapped")]
-    [scaled] = [row for row in text.splitlines() if row.startswith("| ours, bf16 with D")]
+    [tapped] = [row for row in text.splitlines() if row.startswith("| ours, bf16 as tapped (D = 1) |")]
+    [scaled] = [row for row in text.splitlines() if row.startswith("| ours, bf16 with D |")]
     assert "-0.010 ± 0.006 (-0.3%), less | -0.233 ± 0.033 (-7.2%), less |" in tapped
     assert "-0.003 ± 0.012 (-0.1%), equal or better |" in scaled
 

@@ -15,9 +15,11 @@ from dflash_train.stage2_drafter.blocks import (
     dense_block_mask,
     document_positions,
     document_starts,
+    equal_shares,
     labels_left,
     make_blocks,
     sample_anchors,
+    sample_anchors_by_document,
     sample_stretch,
 )
 
@@ -55,6 +57,43 @@ def test_anchors_are_ascending_distinct_and_follow_the_generator() -> None:
     assert (np.diff(anchor) > 0).all()
     assert np.isin(anchor, anchor_candidates(loss_mask, document_ids)).all()
     assert anchor.tolist() == draws[1][0].tolist() != draws[2][0].tolist()
+
+
+@pytest.mark.parametrize("total", [0, 1, 7, 20, 31, 32])
+def test_anchors_are_shared_out_exactly_and_evenly(total: int) -> None:
+    candidates = np.array([3, 12, 1, 9, 7])
+    shares = equal_shares(candidates, total)
+    assert shares.sum() == total
+    assert (shares <= candidates).all() and (shares >= 0).all()
+    short_of_all = shares[shares < candidates]
+    assert len(short_of_all) == 0 or shares.max() - short_of_all.min() <= 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_by_document_each_gets_as_many_anchors_as_it_has_candidates_or_an_equal_share(seed: int) -> None:
+    _, _, loss_mask, document_ids = random_row(seed, num_tokens=120)
+    candidates = anchor_candidates(loss_mask, document_ids)
+    there = np.bincount(document_ids[candidates])
+    for num_anchors in (1, 7, 13, 24, len(candidates), 100):
+        anchor, valid = sample_anchors_by_document(loss_mask, document_ids, num_anchors, np.random.default_rng(seed))
+        taken = anchor[valid]
+        assert valid.sum() == min(num_anchors, len(candidates)) and (anchor[~valid] == 0).all()
+        assert (np.diff(taken) > 0).all() and np.isin(taken, candidates).all()
+        share = np.bincount(document_ids[taken], minlength=len(there))
+        short_of_all = share[share < there]
+        assert len(short_of_all) == 0 or share.max() - short_of_all.min() <= 1
+
+
+def test_by_document_every_token_of_a_document_is_as_likely() -> None:
+    """A long document and a short one: 8 anchors are 4 of 40 candidates and 4 of 5."""
+    document_ids = np.repeat(np.arange(2, dtype=np.int32), (41, 6))
+    rng, counts = np.random.default_rng(0), np.zeros(47)
+    for _ in range(4000):
+        anchor, _ = sample_anchors_by_document(np.ones(47, np.uint8), document_ids, 8, rng)
+        counts[anchor] += 1
+    assert counts[[40, 46]].tolist() == [0, 0], "the last token of a document is no candidate"
+    assert counts[:40] / 4000 == pytest.approx(np.full(40, 4 / 40), abs=0.025)  # 5 standard errors
+    assert counts[41:46] / 4000 == pytest.approx(np.full(5, 4 / 5), abs=0.035)
 
 
 @pytest.mark.parametrize("seed", range(20))

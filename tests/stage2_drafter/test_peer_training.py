@@ -19,7 +19,6 @@ from dflash_train.benchmarks.peer_training import (
     PeerTrainer,
     TokenBlocks,
     make_parser,
-    share_anchors,
     train,
     unpack,
     until_first_masked,
@@ -38,16 +37,6 @@ from dflash_train.stage2_drafter.rows import RowKey
 from dflash_train.stage2_drafter.trainer import Trainer
 
 needs_specforge = pytest.mark.skipif(find_spec("specforge") is None, reason="wants SpecForge 0.2.0")
-
-
-@pytest.mark.parametrize("total", [0, 1, 7, 20, 31, 32])
-def test_anchors_are_shared_out_exactly_and_evenly(total: int) -> None:
-    candidates = np.array([3, 12, 1, 9, 7])
-    shares = share_anchors(candidates, total)
-    assert shares.sum() == total
-    assert (shares <= candidates).all() and (shares >= 0).all()
-    short_of_all = shares[shares < candidates]
-    assert len(short_of_all) == 0 or shares.max() - short_of_all.min() <= 1
 
 
 def blocks_of(lengths: tuple[int, ...], loss_mask: np.ndarray, row_tokens: int, num_anchors: int) -> TokenBlocks:
@@ -145,7 +134,7 @@ def test_with_our_rule_and_all_anchors_the_step_is_ours(
     attention: str,
 ) -> None:
     monkeypatch.setattr("transformers.integrations.flex_attention.compile_friendly_flex_attention", dense_flex)
-    config = make_train_config(make_store(encoding_name="int8", tied=False), anchors=64)
+    config = make_train_config(make_store(encoding_name="int8", tied=False), anchors=64, loss="decay")
     run, key = prepare_run(config), RowKey(0, 0)
     ours_loss, ours = loss_and_gradients(
         Trainer(run, Rank(), lambda line: None, lambda: False),

@@ -213,6 +213,24 @@ def test_anchors_are_a_function_of_seed_epoch_and_row(builder: RowBuilder) -> No
     assert not np.array_equal(one.blocks.anchor, other.blocks.anchor)
 
 
+def test_by_conversation_a_training_row_is_shared_equally_and_a_held_out_one_is_not(builder: RowBuilder) -> None:
+    lengths = np.asarray(builder.reader.samples["length"])
+    holdout = HoldoutRows(lengths, np.arange(len(lengths)), seed=0, row_tokens=64, limit=4)
+    by_token = dataclasses.replace(builder, sources=(builder.sources[0], holdout))
+    by_conversation = dataclasses.replace(by_token, anchors_by="conversation")
+    differ = 0
+    for number in range(len(builder.sources[0].epoch(0))):
+        one, two = (maker.build(RowKey(0, number), fresh(builder)) for maker in (by_token, by_conversation))
+        shares = [np.unique(row.blocks.start[row.blocks.valid], return_counts=True)[1] for row in (one, two)]
+        assert shares[0].sum() == shares[1].sum()
+        differ += shares[0].tolist() != shares[1].tolist()
+        assert shares[1].max() - shares[1].min() <= 1 or shares[1].min() < 12 // len(shares[1])
+    assert differ, "rows of unequal conversations were there"
+    for number in range(len(holdout.rows)):
+        key = RowKey(0, number, True)
+        assert same(by_token.build(key, fresh(builder)), by_conversation.build(key, fresh(builder)))
+
+
 def test_mask_token_that_the_target_emits_is_refused(builder: RowBuilder) -> None:
     sample = builder.reader.read(0)
     emitted = int(sample.token_ids[sample.loss_mask != 0][0])

@@ -146,6 +146,18 @@ def test_step_equals_one_plain_loss_over_all_its_rows(
     assert line["slots"] == int((all_weights > 0).sum())
 
 
+def test_the_draw_of_anchors_reaches_the_steps_and_not_the_evaluations(
+    make_store: MakeStore, make_train_config: MakeConfig
+) -> None:
+    store = make_store()
+    runs = [make_train_config(store, run=name, anchors_by=name, steps=1) for name in ("token", "conversation")]
+    for config in runs:
+        run_here(config)
+    first, second = ([read_metrics(config.run, kind)[0] for kind in ("train", "evaluation")] for config in runs)
+    assert first[0]["loss"] != second[0]["loss"] and first[0]["tokens"] == second[0]["tokens"]
+    assert first[1]["loss"] == second[1]["loss"], "before the first step"
+
+
 def test_evaluation_equals_one_plain_loss_over_all_held_out_rows(
     make_store: MakeStore, make_train_config: MakeConfig
 ) -> None:
