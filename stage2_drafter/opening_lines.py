@@ -4,6 +4,7 @@ from pathlib import Path
 
 from dflash_train.stage2_drafter.checkpoint import Checkpoint
 from dflash_train.stage2_drafter.events import Report
+from dflash_train.stage2_drafter.config import TrainConfig
 from dflash_train.stage2_drafter.preparation import PreparedRun
 from dflash_train.store.consumed import read_consumed
 from dflash_train.store.files import StoreError
@@ -20,8 +21,8 @@ def describe_run(run: PreparedRun, checkpoint: Checkpoint | None, where: str, re
         return
     total = len(reader.samples)
     report(
-        f"{format_count(run.num_training, 'sample')} to train on and {total - run.num_training} held out, in rows of "
-        f"{config.row_tokens} tokens with {config.anchors} anchors; {format_count(run.total_steps, 'step')} of "
+        f"{format_count(run.num_training, 'sample')} to train on and {total - run.num_training} held out, in "
+        f"{_describe_rows(config)}; {format_count(run.total_steps, 'step')} of "
         f"{format_count(config.rows_per_step, 'row')} on {where}; mask token {run.drafter_config.mask_token_id}"
     )
     stores = (config.store, *config.more_stores)
@@ -32,6 +33,11 @@ def describe_run(run: PreparedRun, checkpoint: Checkpoint | None, where: str, re
         )
     _describe_consumed(run, report)
     _describe_resume(checkpoint, report)
+
+
+def _describe_rows(config: TrainConfig) -> str:
+    drawn = f"{config.anchors} anchors by {config.anchors_by}"
+    return f"rows of {config.row_tokens} tokens with {drawn}, loss {config.loss}"
 
 
 def _describe_consumed(run: PreparedRun, report: Report) -> None:
@@ -63,9 +69,8 @@ def _describe_following(run: PreparedRun, checkpoint: Checkpoint | None, where: 
         else f"{passes} {count} pass{'' if count == 1 else 'es'}"
     )
     report(
-        f"following {data}, {ends}; rows of {config.row_tokens} tokens with {config.anchors} anchors, "
-        f"{format_count(config.rows_per_step, 'row')} a step on {where}; mask token "
-        f"{run.drafter_config.mask_token_id}"
+        f"following {data}, {ends}; {_describe_rows(config)}, {format_count(config.rows_per_step, 'row')} a step on "
+        f"{where}; mask token {run.drafter_config.mask_token_id}"
     )
     _describe_resume(checkpoint, report)
 
