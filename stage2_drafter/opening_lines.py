@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from dflash_train.stage2_drafter.checkpoint import Checkpoint
-from dflash_train.stage2_drafter.events import Report
 from dflash_train.stage2_drafter.config import TrainConfig
+from dflash_train.stage2_drafter.events import Report
 from dflash_train.stage2_drafter.preparation import PreparedRun
 from dflash_train.store.consumed import read_consumed
 from dflash_train.store.files import StoreError
